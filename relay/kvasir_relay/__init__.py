@@ -1,0 +1,1 @@
+"""A public circuit-relay-v2 server for Kvasir peers."""
