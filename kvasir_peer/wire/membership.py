@@ -1,0 +1,156 @@
+"""The membership of a batch: which rows of which requests are computed together.
+
+It is composed once, by the head, and travels with the boundary to every stage, byte for byte the same. Bytes::
+
+    u32  number of rows
+    ...  rows, 23 bytes each (:data:`ROW`)
+    ...  msgpack array: one :class:`~kvasir_peer.wire.sampling.Sampling` for each row that wants an output, in order
+
+Rows of one slot stand together, with ascending positions: a *run* (one decode row, or a prefill chunk).
+
+Each membership is bound into a chain: ``digest = SHA-256(domain, plan, epoch, sequence, previous digest, bytes)``,
+which the head signs. A stage that sees another membership than the head composed, or one out of order, finds
+another digest and refuses the batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvasir_peer.errors import WireError
+from kvasir_peer.wire.codec import Buffer
+from kvasir_peer.wire.sampling import MAX_LOGIT_BIAS, Sampling
+
+ROW = np.dtype(
+    [
+        ("request", "<u8"),
+        ("slot", "<u2"),
+        ("incarnation", "<u4"),
+        ("position", "<u4"),
+        ("token", "<u4"),
+        ("flags", "u1"),
+    ]
+)
+FLAG_DECODE = 1  # the row carries a token that the tail gave; otherwise it belongs to a prefill chunk
+FLAG_OUTPUT = 2  # the tail samples a token from this row
+_FLAGS = FLAG_DECODE | FLAG_OUTPUT
+
+# A msgpack map entry of a logit bias takes at most 14 bytes; the other twelve parameters at most 9 each.
+MAX_SAMPLING_BYTES = 14 * MAX_LOGIT_BIAS + 160
+GENESIS = bytes(32)  # the digest before the first batch of an epoch
+
+_COUNT = struct.Struct("<I")
+_CHAIN = struct.Struct("<IQ")
+_DOMAIN = b"kvasir membership 1\0"
+_samplings = msgspec.msgpack.Decoder(list[Sampling])
+_encoder = msgspec.msgpack.Encoder()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan allows a membership to hold."""
+
+    rows: int
+    slots: int
+    context_length: int
+    vocab: int
+    top_logprobs: int
+
+    @property
+    def bytes(self) -> int:
+        """Most bytes of an encoded membership: each row is counted once, with its sampling parameters."""
+        return _COUNT.size + self.rows * (ROW.itemsize + MAX_SAMPLING_BYTES) + 5
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Rows ``[n]`` of :data:`ROW` and the sampling parameters of the rows that want an output."""
+
+    rows: npt.NDArray[np.void]
+    samplings: tuple[Sampling, ...]
+
+    @property
+    def wants_output(self) -> npt.NDArray[np.bool_]:
+        """bool ``[n]``."""
+        return (self.rows["flags"] & FLAG_OUTPUT).astype(bool)
+
+    @property
+    def decodes_only(self) -> bool:
+        """Whether every row is a decode row: such a batch goes before prefill on a link."""
+        return bool((self.rows["flags"] & FLAG_DECODE).all())
+
+    def encode(self) -> bytes:
+        """The canonical bytes."""
+        return _COUNT.pack(len(self.rows)) + self.rows.tobytes() + _encoder.encode(self.samplings)
+
+
+def compose(rows: Sequence[tuple[int, int, int, int, int, int]], samplings: Sequence[Sampling]) -> Membership:
+    """A membership from ``(request, slot, incarnation, position, token, flags)`` tuples."""
+    return Membership(np.array(rows, dtype=ROW), tuple(samplings))
+
+
+def decode_membership(data: Buffer, limits: Limits) -> Membership:
+    """Parse and check a membership.
+
+    Raises:
+        WireError: code ``oversize`` over the plan's widths, ``malformed`` for bytes that do not parse,
+            ``membership`` for rows that cannot be (a slot twice, positions that jump, a token outside the
+            vocabulary), ``sampling`` for parameters out of range.
+    """
+    view = memoryview(data)
+    if view.nbytes > limits.bytes:
+        raise WireError("oversize", f"membership of {view.nbytes} bytes, the plan allows {limits.bytes}")
+    if view.nbytes < _COUNT.size:
+        raise WireError("malformed", "membership without a row count")
+    (count,) = _COUNT.unpack_from(view)
+    if not 1 <= count <= limits.rows:
+        raise WireError("oversize", f"{count} rows in a batch, the plan allows 1 to {limits.rows}")
+    end = _COUNT.size + count * ROW.itemsize
+    if end > view.nbytes:
+        raise WireError("malformed", f"{count} rows do not fit in {view.nbytes} bytes")
+    rows = np.frombuffer(view[_COUNT.size : end], dtype=ROW)
+    try:
+        samplings = tuple(_samplings.decode(view[end:]))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError("malformed", f"sampling parameters: {error}") from None
+    _check_rows(rows, limits)
+    wanted = int(((rows["flags"] & FLAG_OUTPUT) != 0).sum())
+    if len(samplings) != wanted:
+        raise WireError("membership", f"{len(samplings)} sampling parameters for {wanted} rows that want an output")
+    for sampling in samplings:
+        sampling.check(top_logprobs=limits.top_logprobs)
+    return Membership(rows, samplings)
+
+
+def _check_rows(rows: npt.NDArray[np.void], limits: Limits) -> None:
+    for field, bound in (("slot", limits.slots), ("position", limits.context_length), ("token", limits.vocab)):
+        worst = int(rows[field].max())
+        if worst >= bound:
+            raise WireError("membership", f"{field} {worst} is outside the plan's {bound}")
+    if int(rows["flags"].max()) > _FLAGS:
+        raise WireError("membership", f"flags {int(rows['flags'].max())} are not known")
+    slots = rows["slot"].astype(np.int64)
+    same = slots[1:] == slots[:-1]
+    starts = np.concatenate(([0], np.flatnonzero(~same) + 1))
+    if len(np.unique(slots[starts])) != len(starts):
+        raise WireError("membership", "a slot appears in two runs of one batch")
+    for field, step in (("position", 1), ("request", 0), ("incarnation", 0)):
+        if (np.diff(rows[field].astype(np.uint64))[same] != step).any():
+            raise WireError("membership", f"{field} jumps inside a run")
+
+
+def chain_digest(plan: bytes, epoch: int, sequence: int, previous: bytes, membership: Buffer) -> bytes:
+    """The 32-byte digest that binds a membership to its plan, epoch, sequence and predecessor."""
+    digest = hashlib.sha256(_DOMAIN)
+    digest.update(len(plan).to_bytes(2, "little") + plan)
+    digest.update(_CHAIN.pack(epoch, sequence))
+    digest.update(previous)
+    digest.update(membership)
+    return digest.digest()
