@@ -123,14 +123,20 @@ def decode_membership(data: Buffer, limits: Limits) -> Membership:
     _check_rows(rows, limits)
     wanted = int(((rows["flags"] & FLAG_OUTPUT) != 0).sum())
     if len(samplings) != wanted:
-        raise WireError("membership", f"{len(samplings)} sampling parameters for {wanted} rows that want an output")
+        raise WireError(
+            "membership", f"{len(samplings)} sampling parameters for {wanted} rows that want an output"
+        )
     for sampling in samplings:
         sampling.check(top_logprobs=limits.top_logprobs)
     return Membership(rows, samplings)
 
 
 def _check_rows(rows: npt.NDArray[np.void], limits: Limits) -> None:
-    for field, bound in (("slot", limits.slots), ("position", limits.context_length), ("token", limits.vocab)):
+    for field, bound in (
+        ("slot", limits.slots),
+        ("position", limits.context_length),
+        ("token", limits.vocab),
+    ):
         worst = int(rows[field].max())
         if worst >= bound:
             raise WireError("membership", f"{field} {worst} is outside the plan's {bound}")

@@ -73,7 +73,9 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True)
             if not low <= value <= high:  # also false for NaN
                 raise WireError("sampling", f"{name} is {value}, outside {low} to {high}")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise WireError("sampling", f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_LOGIT_BIAS}")
+            raise WireError(
+                "sampling", f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_LOGIT_BIAS}"
+            )
         if not all(math.isfinite(v) for v in self.logit_bias.values()):
             raise WireError("sampling", "logit_bias has a value that is not finite")
 

@@ -51,7 +51,9 @@ def encode_tensor(values: Floats, dtype: str, out: Buffer | None = None) -> memo
     elif dtype == "bf16":
         bits = np.ascontiguousarray(values, dtype="<f4").view("<u4")
         # Round to nearest, ties to even; a NaN must stay one, so its payload is not rounded away.
-        rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype("<u2")
+        rounded = (
+            (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        ).astype("<u2")
         nan = np.isnan(values)
         if nan.any():
             rounded[nan] = np.uint16(0x7FC0)
@@ -82,4 +84,5 @@ def decode_tensor(data: Buffer, dtype: str, rows: int, width: int) -> Floats:
         wide = np.frombuffer(view, "<u2").astype(np.uint32) << np.uint32(16)
         return wide.view(np.float32).reshape(rows, width)
     scale = np.frombuffer(view[: rows * 4], "<f4")[:, None]
-    return (np.frombuffer(view[rows * 4 :], np.int8).reshape(rows, width) * scale).astype(np.float32)
+    values: Floats = np.frombuffer(view[rows * 4 :], np.int8).reshape(rows, width) * scale
+    return values

@@ -1,0 +1,40 @@
+"""Messages of ``/kvasir/chunks/1``: a peer asks for chunks of weights by hash and gets their bytes.
+
+The asker may have several wants outstanding; answers come in any order, each with its chunk as payload.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvasir_peer.wire.codec import PREFIX_BYTES, Codec
+
+PROTOCOL = "/kvasir/chunks/1"
+
+MAX_CHUNK_BYTES = 4 << 20  # the manifest cuts larger tensors
+MAX_WANTS = 64  # hashes in one request, and chunks one peer may have outstanding on a link
+_MAX_HEADER = 4096
+MAX_CHUNK_FRAME = PREFIX_BYTES + _MAX_HEADER + MAX_CHUNK_BYTES
+MAX_WANT_FRAME = PREFIX_BYTES + _MAX_HEADER
+
+
+class Want(msgspec.Struct, frozen=True, array_like=True):
+    """Send me these chunks (SHA-256, 32 bytes each)."""
+
+    hashes: tuple[bytes, ...]
+
+
+class Have(msgspec.Struct, frozen=True, array_like=True):
+    """A chunk; the payload is its bytes, to be checked against the hash."""
+
+    hash: bytes
+
+
+class Lack(msgspec.Struct, frozen=True, array_like=True):
+    """This peer does not have, or will not give, the chunk."""
+
+    hash: bytes
+    reason: str
+
+
+CODEC = Codec({1: Want, 2: Have, 3: Lack}, max_header=_MAX_HEADER)

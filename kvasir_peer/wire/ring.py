@@ -1,0 +1,197 @@
+"""Messages of ``/kvasir/ring/1``: what the bridge, the head, the stages and the tail say to each other.
+
+A link carries one purpose, named by the :class:`Hello` that opens it:
+
+``batches``   stage i to stage i+1: :class:`Batch` with a boundary as payload
+``results``   tail to head: :class:`Result`
+``tokens``    tail to bridge: :class:`Result`; head to bridge: :class:`Composed`, :class:`Ended`
+``requests``  bridge to head: :class:`Submit`, :class:`Cancel`
+
+:class:`Ping` may be sent on any of them and is answered by the other side's agent with :class:`Pong`.
+A side that refuses says why with :class:`Refusal` and closes the link.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kvasir_peer.wire.codec import PREFIX_BYTES, Codec
+from kvasir_peer.wire.membership import Limits
+from kvasir_peer.wire.sampling import Sampling
+from kvasir_peer.wire.tensors import tensor_bytes
+
+PROTOCOL = "/kvasir/ring/1"
+
+Purpose = Literal["batches", "results", "tokens", "requests"]
+
+# A header is bounded by what the plan's widths allow, plus this: ids, digests, signature, and one trace entry
+# for each stage (a ring has at most 64 stages, an entry takes at most 64 bytes).
+HEADER_SLACK = 1024 + 64 * 64
+MAX_STAGES = 64
+MAX_SUBMIT_STOP_TOKENS = 64
+RESULT_ROW_BYTES = 64  # request, incarnation, position, token, log-probability, with msgpack's tags
+TOP_LOGPROB_BYTES = 16  # one id and one float with msgpack's tags
+
+
+class StageTrace(msgspec.Struct, frozen=True, array_like=True):
+    """What one stage adds to a batch as it passes; milliseconds."""
+
+    stage: int
+    held_ms: float
+    starved_ms: float
+    blocked_ms: float
+    queue: int
+    arrived: float = 0.0
+    """Seconds on that stage's own monotonic clock, for the timeline."""
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True):
+    """First frame of a link."""
+
+    purpose: Purpose
+    plan: str
+    epoch: int
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True):
+    """The other side takes the link."""
+
+    epoch: int
+
+
+class Refusal(msgspec.Struct, frozen=True, array_like=True):
+    """Why a link or a frame is refused; the link is closed after it."""
+
+    code: str
+    reason: str
+
+
+class Ping(msgspec.Struct, frozen=True, array_like=True):
+    nonce: int
+
+
+class Pong(msgspec.Struct, frozen=True, array_like=True):
+    nonce: int
+
+
+class Batch(msgspec.Struct, frozen=True, array_like=True):
+    """One batch on its way; the payload is the boundary ``[rows, n_embd]`` in the plan's dtype."""
+
+    plan: str
+    epoch: int
+    sequence: int
+    membership: bytes
+    digest: bytes
+    signature: bytes
+    trace: tuple[StageTrace, ...]
+
+
+class Output(msgspec.Struct, frozen=True, array_like=True):
+    """The token sampled from one row: it belongs at ``position + 1`` of its request."""
+
+    request: int
+    incarnation: int
+    position: int
+    token: int
+    logprob: float = 0.0
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Result(msgspec.Struct, frozen=True, array_like=True):
+    """What the tail made of a batch; ``digest`` is the membership's as the tail saw it."""
+
+    plan: str
+    epoch: int
+    sequence: int
+    digest: bytes
+    outputs: tuple[Output, ...]
+    trace: tuple[StageTrace, ...]
+
+
+class Composed(msgspec.Struct, frozen=True, array_like=True):
+    """Head to bridge: the digest of a batch as it left, to be compared with the tail's."""
+
+    plan: str
+    epoch: int
+    sequence: int
+    digest: bytes
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True):
+    """Bridge to head: a request.
+
+    ``tokens`` holds the prompt and, when a request goes on after its ring was mended, the tokens already
+    made; ``sampling.prompt_length`` tells where the prompt ends.
+    """
+
+    request: int
+    tokens: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling
+    stop_tokens: tuple[int, ...]
+    priority: int = 0
+    seconds_left: float = 0.0
+    """Time left until the deadline; 0 means none."""
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True):
+    request: int
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True):
+    """Head to bridge: a request is over. ``reason`` is stop, length, cancelled, deadline, busy or error."""
+
+    request: int
+    reason: str
+    message: str = ""
+    retry_after: float = 0.0
+
+
+def codec(limits: Limits) -> Codec:
+    """The codec of a ring link for a plan with these limits."""
+    return Codec(
+        {
+            1: Hello,
+            2: Welcome,
+            3: Refusal,
+            4: Ping,
+            5: Pong,
+            6: Batch,
+            7: Result,
+            8: Composed,
+            9: Submit,
+            10: Cancel,
+            11: Ended,
+        },
+        max_header=max_header(limits),
+    )
+
+
+def max_header(limits: Limits) -> int:
+    """Most bytes of a header: a batch's membership, a result's rows, or a submitted prompt."""
+    result = limits.rows * (RESULT_ROW_BYTES + limits.top_logprobs * TOP_LOGPROB_BYTES)
+    submit = 5 * (limits.context_length + MAX_SUBMIT_STOP_TOKENS) + limits.bytes
+    return max(limits.bytes, result, submit) + HEADER_SLACK
+
+
+def max_batch_frame(limits: Limits, dtype: str, n_embd: int) -> int:
+    """Most bytes of a frame on a ``batches`` link: both ends derive it from the plan."""
+    return PREFIX_BYTES + limits.bytes + HEADER_SLACK + tensor_bytes(dtype, limits.rows, n_embd)
+
+
+def max_result_frame(limits: Limits) -> int:
+    """Most bytes of a frame on a ``results`` or ``tokens`` link."""
+    rows = limits.rows * (RESULT_ROW_BYTES + limits.top_logprobs * TOP_LOGPROB_BYTES)
+    return PREFIX_BYTES + rows + HEADER_SLACK
+
+
+def max_request_frame(limits: Limits) -> int:
+    """Most bytes of a frame on a ``requests`` link."""
+    return PREFIX_BYTES + max_header(limits)
+
+
+# What a Hello may take before any plan is looked up.
+OPENING = Codec({1: Hello, 2: Welcome, 3: Refusal, 4: Ping, 5: Pong}, max_header=1024)
+MAX_OPENING_FRAME = PREFIX_BYTES + 1024

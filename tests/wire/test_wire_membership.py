@@ -1,0 +1,99 @@
+"""The membership: what the head composed is what every stage sees, or the batch is refused."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvasir_peer.errors import WireError
+from kvasir_peer.wire.membership import (
+    FLAG_DECODE,
+    FLAG_OUTPUT,
+    GENESIS,
+    MAX_SAMPLING_BYTES,
+    Limits,
+    chain_digest,
+    compose,
+    decode_membership,
+)
+from kvasir_peer.wire.sampling import MAX_LOGIT_BIAS, Sampling
+
+LIMITS = Limits(rows=8, slots=4, context_length=64, vocab=512, top_logprobs=2)
+
+
+def example() -> bytes:
+    rows = [
+        (7, 0, 1, 5, 300, FLAG_DECODE | FLAG_OUTPUT),
+        (9, 2, 1, 0, 1, 0),
+        (9, 2, 1, 1, 403, FLAG_OUTPUT),
+    ]
+    return compose(rows, [Sampling(temperature=0.0), Sampling(seed=3)]).encode()
+
+
+def test_it_round_trips_and_its_bytes_are_canonical() -> None:
+    data = example()
+    back = decode_membership(data, LIMITS)
+    assert back.encode() == data
+    assert back.wants_output.tolist() == [True, False, True]
+    assert not back.decodes_only
+    assert len(data) <= LIMITS.bytes
+
+
+@pytest.mark.parametrize(
+    ("rows", "samplings", "code"),
+    [
+        ([(1, 4, 0, 0, 1, 0)], [], "membership"),
+        ([(1, 0, 0, 64, 1, 0)], [], "membership"),
+        ([(1, 0, 0, 0, 512, 0)], [], "membership"),
+        ([(1, 0, 0, 0, 1, 8)], [], "membership"),
+        ([(1, 0, 0, 0, 1, 0), (1, 0, 0, 2, 1, 0)], [], "membership"),
+        ([(1, 0, 0, 0, 1, 0), (2, 0, 0, 1, 1, 0)], [], "membership"),
+        ([(1, 0, 0, 0, 1, 0), (1, 0, 1, 1, 1, 0)], [], "membership"),
+        ([(1, 0, 0, 0, 1, 0), (2, 1, 0, 0, 1, 0), (1, 0, 0, 1, 1, 0)], [], "membership"),
+        ([(1, 0, 0, 0, 1, FLAG_OUTPUT)], [], "membership"),
+        ([(1, 0, 0, 0, 1, FLAG_OUTPUT)], [Sampling(temperature=float("nan"))], "sampling"),
+        ([(1, 0, 0, 0, 1, FLAG_OUTPUT)], [Sampling(top_logprobs=3)], "sampling"),
+        ([(1, 0, 0, p, 1, 0) for p in range(9)], [], "oversize"),
+    ],
+)
+def test_memberships_that_cannot_be_are_refused_by_name(rows: list, samplings: list, code: str) -> None:
+    with pytest.raises(WireError) as caught:
+        decode_membership(compose(rows, samplings).encode(), LIMITS)
+    assert caught.value.code == code
+
+
+@given(st.binary(max_size=400))
+def test_random_bytes_never_raise_anything_else(data: bytes) -> None:
+    try:
+        decode_membership(data, LIMITS)
+    except WireError:
+        return
+
+
+@given(st.integers(0, 200), st.integers(0, 255))
+def test_a_changed_byte_changes_the_digest(index: int, value: int) -> None:
+    data = bytearray(example())
+    index %= len(data)
+    before = chain_digest(b"plan", 1, 4, GENESIS, bytes(data))
+    changed = data[index] != value
+    data[index] = value
+    assert (chain_digest(b"plan", 1, 4, GENESIS, bytes(data)) != before) == changed
+
+
+def test_the_digest_binds_plan_epoch_sequence_and_predecessor() -> None:
+    data = example()
+    digests = {
+        chain_digest(plan, epoch, sequence, previous, data)
+        for plan in (b"a", b"b")
+        for epoch in (1, 2)
+        for sequence in (1, 2)
+        for previous in (GENESIS, b"\1" * 32)
+    }
+    assert len(digests) == 16
+
+
+def test_the_largest_sampling_fits_the_bound_of_a_row() -> None:
+    bias = {2**31 - i: -99.123456789 for i in range(MAX_LOGIT_BIAS)}
+    worst = Sampling(0.123, 2**31 - 1, 0.123, 0.1, 0.9, 1.1, 1.5, 1.5, bias, 2**64 - 1, True, 20, 2**31 - 1)
+    worst.check()
+    assert len(msgspec.msgpack.encode(worst)) <= MAX_SAMPLING_BYTES
