@@ -3,14 +3,15 @@
 An engine is used from one thread of the engine process: no network, no event loop, no locks. All arrays that
 cross this border are numpy, C-contiguous, float32 or int32.
 
-Two engines implement it, chosen by name in :func:`create_stack` and :func:`create_bank`; each is imported only
-when it is asked for, so that a machine needs just the libraries of the engine that it uses.
+Two engines implement it, chosen by name in :func:`create_stack` and :func:`create_bank`; each is imported
+only when it is asked for, so that a machine needs just the libraries of the engine that it uses.
 """
 
 from __future__ import annotations
 
 import abc
 import importlib
+import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
@@ -48,7 +49,8 @@ class StackSpec:
 
     Attributes:
         first: first layer; 0 means that the stack also holds the embedding.
-        end: one past the last layer; the model's layer count means that it also holds the final norm and output.
+        end: one past the last layer; the model's layer count means that it also holds the final norm and the
+            output.
         n_slots: requests whose KV entries can be held at once.
         context_length: positions per slot.
         max_rows: most rows of one :meth:`LayerStack.forward`.
@@ -81,8 +83,8 @@ class StackSpec:
 class Rows:
     """The rows of one pass.
 
-    Rows of one slot are consecutive, with ascending consecutive positions (a *run*: a chunk of a prompt, or one
-    decode row). The KV entry of (slot, position) is written, or overwritten, by its row; attention sees the
+    Rows of one slot are consecutive, with ascending consecutive positions (a *run*: a chunk of a prompt, or
+    one decode row). The KV entry of (slot, position) is written, or overwritten, by its row; attention sees the
     positions of the slot up to and including the row's own. To rewind a slot, write again from an earlier
     position.
 
@@ -124,7 +126,7 @@ class Rows:
             return []
         cuts = np.flatnonzero(self.slots[1:] != self.slots[:-1]) + 1
         edges = [0, *cuts.tolist(), n]
-        return list(zip(edges[:-1], edges[1:], strict=True))
+        return list(itertools.pairwise(edges))
 
     def check(self, spec: StackSpec, n_vocab: int = 0) -> None:
         """Refuse rows that the stack has no room for, or that break the order above.
