@@ -4,8 +4,8 @@ A peer is an Ed25519 key; its name is the libp2p peer id of the public half. The
 (libp2p specification, "Peer Ids": protobuf ``PublicKey``, identity multihash, base58btc), because importing
 libp2p takes over a second and ``kvasir-peer id`` must not.
 
-The key file holds libp2p's protobuf ``PrivateKey`` message (4 bytes of header, 32 of seed, 32 of public key), so
-that other libp2p programs can read it.
+The key file holds the specification's protobuf ``PrivateKey`` message (4 bytes of header, 32 of seed, 32 of
+public key), as go-libp2p and js-libp2p write it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def public_key_of(peer_id: str) -> bytes:
 
 
 def verify(peer_id: str, signature: bytes, message: bytes) -> bool:
-    """Whether ``signature`` (64 bytes) is the one that peer made over ``message``; False for a bad peer id."""
+    """Whether ``signature`` (64 bytes) is that peer's over ``message``; False for a bad peer id."""
     try:
         key = Ed25519PublicKey.from_public_bytes(public_key_of(peer_id))
         key.verify(signature, message)
@@ -155,7 +155,7 @@ def load(path: Path) -> Identity:
 def load_or_create(path: Path) -> Identity:
     """The identity stored at ``path``; a new one is made, mode 0600, if there is none.
 
-    The file appears whole or not at all, and of several processes that create it at once all get the same key.
+    The file appears whole or not at all; several processes that create it at once all get the same key.
 
     Raises:
         SettingsError: the file or its folder cannot be used.

@@ -10,7 +10,7 @@ from kvasir_peer import identity
 from kvasir_peer.errors import SettingsError
 
 
-def test_peer_id_and_key_file_are_libp2ps():
+def test_peer_id_and_signatures_are_libp2ps():
     from libp2p.crypto.ed25519 import create_new_key_pair
     from libp2p.peer.id import ID
 
@@ -18,7 +18,8 @@ def test_peer_id_and_key_file_are_libp2ps():
         ours = identity.Identity.from_private_key(seed)
         theirs = create_new_key_pair(seed)
         assert ours.peer_id == str(ID.from_pubkey(theirs.public_key))
-        assert ours.libp2p_private_key() == theirs.private_key.serialize()
+        # py-libp2p writes the seed alone; the specification wants the public key behind it.
+        assert ours.libp2p_private_key() == b"\x08\x01\x12\x40" + seed + theirs.public_key.to_bytes()
         assert len(ours.peer_id) == identity.PEER_ID_CHARACTERS
         message = b"a plan"
         assert identity.verify(ours.peer_id, theirs.private_key.sign(message), message)
