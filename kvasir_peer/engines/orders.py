@@ -1,0 +1,159 @@
+"""What an agent and its engine process say to each other over their socketpair.
+
+Every message is a frame (u32 length, little endian, then :mod:`kvasir_peer.wire.codec`'s layout without payload).
+Tensors never cross the socket: they lie in the *arena*, memory that both processes map, cut into equal buffers.
+An order names the buffer that it reads, and its answer is written into the same buffer.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from kvasir_peer.wire.codec import Codec
+from kvasir_peer.wire.ring import Output
+
+LENGTH = struct.Struct("<I")
+MAX_ORDER_BYTES = 8 << 20  # a membership at the widest plan, or the notes of a load; the socket is local
+
+
+class ArenaShape(msgspec.Struct, frozen=True, array_like=True):
+    """Equal buffers in shared memory."""
+
+    buffers: int
+    buffer_bytes: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of the whole arena."""
+        return self.buffers * self.buffer_bytes
+
+
+class StoreWeights(msgspec.Struct, frozen=True, tag="store"):
+    """Weights from the chunks of a store: only the slice's are there."""
+
+    store: str
+    manifest: str
+    """Path of a file with the encoded manifest (root and pages of the slice)."""
+
+
+class GgufWeights(msgspec.Struct, frozen=True, tag="gguf"):
+    """Weights straight from a GGUF file."""
+
+    path: str
+
+
+class LoadStage(msgspec.Struct, frozen=True):
+    """Load layers [first, end) and be ready for passes; replaces what was loaded before."""
+
+    job: int
+    weights: StoreWeights | GgufWeights
+    engine: str
+    first: int
+    end: int
+    n_layer: int
+    n_embd: int
+    vocab: int
+    n_slots: int
+    context_length: int
+    max_rows: int
+    dtype: str
+    top_logprobs: int
+    precision: str
+    threads: int
+    device: str
+    arena: ArenaShape
+    memory_limit: int = 0
+    """Bytes that the stage may take by its own estimate; 0 is what the machine has free."""
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """The stage is loaded. Bytes as estimated before loading, and as measured afterwards."""
+
+    job: int
+    seconds: float
+    weights_bytes: int
+    kv_bytes: int
+    workspace_bytes: int
+    resident_bytes: int
+    notes: tuple[str, ...] = ()
+
+
+class Progress(msgspec.Struct, frozen=True):
+    job: int
+    done: int
+    total: int
+
+
+class Pass(msgspec.Struct, frozen=True, array_like=True):
+    """One batch: the boundary lies in ``buffer`` (nothing at the head)."""
+
+    job: int
+    stage: int
+    """Job of the :class:`LoadStage` that the batch is for; a batch for an earlier one fails."""
+    buffer: int
+    membership: bytes
+    boundary_bytes: int
+
+
+class PassDone(msgspec.Struct, frozen=True, array_like=True):
+    """The batch is computed: ``boundary_bytes`` lie in its buffer, or, at the tail, ``outputs`` are sampled."""
+
+    job: int
+    boundary_bytes: int
+    outputs: tuple[Output, ...]
+    held_ms: float
+    starved_ms: float
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """An order could not be carried out; ``error`` names a class of :mod:`kvasir_peer.errors`."""
+
+    job: int
+    error: str
+    message: str
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """The process is up."""
+
+    pid: int
+
+
+class Forget(msgspec.Struct, frozen=True):
+    """Give back all weights and memory, and answer :class:`Forgotten`."""
+
+    job: int
+
+
+class Forgotten(msgspec.Struct, frozen=True):
+    job: int
+    resident_bytes: int
+
+
+class Quit(msgspec.Struct, frozen=True):
+    """End the process; there is no answer."""
+
+
+CODEC = Codec(
+    {
+        1: Ready,
+        2: LoadStage,
+        3: Loaded,
+        4: Progress,
+        5: Pass,
+        6: PassDone,
+        7: Failed,
+        8: Forget,
+        9: Forgotten,
+        10: Quit,
+    },
+    max_header=MAX_ORDER_BYTES,
+)
+
+
+def pack(message: msgspec.Struct) -> bytes:
+    """One frame with its length in front."""
+    frame = b"".join(bytes(piece) for piece in CODEC.encode(message))
+    return LENGTH.pack(len(frame)) + frame

@@ -1,0 +1,83 @@
+"""A stage's arithmetic on the engine side: membership and boundary in, boundary or tokens out."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvasir_peer.engines.base import LayerStack, Rows
+from kvasir_peer.engines.sampling import sample
+from kvasir_peer.wire.codec import Buffer
+from kvasir_peer.wire.membership import Limits, decode_membership
+from kvasir_peer.wire.ring import Output
+from kvasir_peer.wire.tensors import decode_tensor, encode_tensor
+
+
+class StageRunner:
+    """One loaded stack, the boundary's dtype, and what the tail needs to sample.
+
+    Args:
+        stack: the loaded layers.
+        limits: the plan's widths; a membership outside them is refused.
+        dtype: the boundary's.
+    """
+
+    def __init__(self, stack: LayerStack, limits: Limits, dtype: str) -> None:
+        self._stack = stack
+        self._limits = limits
+        self._dtype = dtype
+        self.head = stack.spec.first == 0
+        self.tail = stack.spec.end == stack.shape.n_layer
+        self._width = stack.shape.n_embd
+        # Token of each position, for the penalties; rows bring their tokens, so a rewind mends it by itself.
+        self._tokens = np.zeros((limits.slots, limits.context_length), np.int32) if self.tail else None
+
+    def run(self, membership: Buffer, boundary: Buffer, out: memoryview) -> tuple[int, tuple[Output, ...]]:
+        """Compute one batch.
+
+        Args:
+            membership: as it travels with the batch.
+            boundary: bytes of ``[rows, n_embd]``; empty at the head.
+            out: where the next boundary is written; may be the memory of ``boundary``.
+
+        Returns:
+            Bytes written to ``out``, and the sampled tokens (at the tail, where nothing is written).
+
+        Raises:
+            WireError: a membership or boundary that is not within the plan.
+            EngineError: rows that the stack refuses.
+        """
+        batch = decode_membership(membership, self._limits)
+        table = batch.rows
+        rows = Rows(
+            table["slot"].astype(np.int32),
+            table["position"].astype(np.int32),
+            table["token"].astype(np.int32),
+            batch.wants_output,
+        )
+        hidden = None if self.head else decode_tensor(boundary, self._dtype, len(rows), self._width)
+        result = self._stack.forward(rows, hidden)
+        if self._tokens is None:
+            return encode_tensor(result, self._dtype, out).nbytes, ()
+        self._tokens[rows.slots, rows.positions] = rows.tokens
+        wanted = np.flatnonzero(rows.wants_output)
+        if not len(wanted):
+            return 0, ()
+        positions = rows.positions[wanted]
+        histories = [self._tokens[slot, : position + 1] for slot, position in zip(rows.slots[wanted], positions, strict=True)]
+        sampled = sample(result, batch.samplings, positions, histories)
+        outputs = tuple(
+            Output(
+                int(table["request"][row]),
+                int(table["incarnation"][row]),
+                int(table["position"][row]),
+                s.token,
+                s.logprob,
+                s.top,
+            )
+            for row, s in zip(wanted, sampled, strict=True)
+        )
+        return 0, outputs
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self._stack.close()
