@@ -67,7 +67,9 @@ async def serve_chunks(
         except LinkError:
             return
         if not isinstance(message, chunks.Want) or len(message.hashes) > chunks.MAX_WANTS:
-            raise WireError("unexpected", "only wants of at most 64 chunks belong here", peer=link.remote_peer)
+            raise WireError(
+                "unexpected", "only wants of at most 64 chunks belong here", peer=link.remote_peer
+            )
         for digest in message.hashes:
             data = await trio.to_thread.run_sync(_find, digest, sources())
             if data is None:
@@ -159,7 +161,9 @@ class Download:
                 if scope.cancelled_caught:
                     raise LinkError(f"no chunk from {peer} for {STALL_SECONDS:.0f} s", peer=peer)
                 if isinstance(message, chunks.Lack):
-                    raise RefusedError(f"{peer} lacks chunk {message.hash.hex()[:12]}: {message.reason}", peer=peer)
+                    raise RefusedError(
+                        f"{peer} lacks chunk {message.hash.hex()[:12]}: {message.reason}", peer=peer
+                    )
                 if not isinstance(message, chunks.Have) or message.hash not in outstanding:
                     raise WireError("unexpected", f"{peer} sent a chunk that was not asked for", peer=peer)
                 # put() checks the hash, and writes to disk: neither belongs on the event loop.
@@ -193,4 +197,6 @@ class Download:
         elapsed = trio.current_time() - self._began
         rate = (self._done - self._had) / elapsed if elapsed > 0 else 0.0
         left = (self._total - self._done) / rate if rate > 0 else math.inf
-        self._report(TransferProgress(self._done, self._total, rate, 0.0 if self._done == self._total else left))
+        self._report(
+            TransferProgress(self._done, self._total, rate, 0.0 if self._done == self._total else left)
+        )

@@ -21,7 +21,6 @@ import trio
 import kvasir_peer.errors as errors
 from kvasir_peer.engines import orders
 from kvasir_peer.engines.arena import Arena, create_arena_file
-from kvasir_peer.engines.orders import ArenaShape
 from kvasir_peer.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -274,7 +273,13 @@ class Engine:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "kvasir_peer.engines.process", str(theirs.fileno()), str(self._arena_file)],
+                [
+                    sys.executable,
+                    "-m",
+                    "kvasir_peer.engines.process",
+                    str(theirs.fileno()),
+                    str(self._arena_file),
+                ],
                 pass_fds=(theirs.fileno(), self._arena_file),
                 stdin=subprocess.DEVNULL,
             )
@@ -338,11 +343,11 @@ async def _end(connection: _Connection) -> None:
         with trio.move_on_after(QUIT_SECONDS):
             with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
                 await connection.stream.send_all(orders.pack(orders.Quit()))
-            while connection.process.poll() is None:
-                await trio.sleep(0.01)
+                while await connection.stream.receive_some(1 << 16):
+                    pass  # late answers; the end of the stream is the end of the process
         if connection.process.poll() is None:
             connection.process.kill()
-            await trio.to_thread.run_sync(connection.process.wait)
+        await trio.to_thread.run_sync(connection.process.wait)
         await connection.stream.aclose()
 
 

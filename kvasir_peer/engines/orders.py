@@ -50,6 +50,9 @@ class LoadStage(msgspec.Struct, frozen=True):
     job: int
     weights: StoreWeights | GgufWeights
     engine: str
+    stage: int
+    """Index of the stage in its ring of ``stages``."""
+    stages: int
     first: int
     end: int
     n_layer: int

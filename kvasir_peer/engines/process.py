@@ -95,9 +95,14 @@ class EngineProcess:
         stack, memory = self._make_stack(order, source)
         source.release()
         limits = Limits(
-            order.max_rows, order.n_slots, order.context_length, order.vocab, order.top_logprobs
+            order.max_rows,
+            order.n_slots,
+            order.context_length,
+            order.vocab,
+            order.top_logprobs,
+            order.stages,
         )
-        self._runner, self._stage = StageRunner(stack, limits, order.dtype), order.job
+        self._runner, self._stage = StageRunner(stack, limits, order.stage, order.dtype), order.job
         self._map_arena(order.arena)
         self._answer(
             orders.Loaded(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
 
-from kvasir_peer.engines.base import LayerStack, Rows
+import numpy as np
+import numpy.typing as npt
+
+from kvasir_peer.engines.base import F32, LayerStack, Rows
 from kvasir_peer.engines.sampling import sample
 from kvasir_peer.wire.codec import Buffer
-from kvasir_peer.wire.membership import Limits, decode_membership
+from kvasir_peer.wire.membership import FLAG_OUTPUT, Limits, decode_membership
 from kvasir_peer.wire.ring import Output
+from kvasir_peer.wire.sampling import Sampling
 from kvasir_peer.wire.tensors import decode_tensor, encode_tensor
 
 
@@ -18,12 +22,14 @@ class StageRunner:
     Args:
         stack: the loaded layers.
         limits: the plan's widths; a membership outside them is refused.
+        stage: index of the stage in the ring.
         dtype: the boundary's.
     """
 
-    def __init__(self, stack: LayerStack, limits: Limits, dtype: str) -> None:
+    def __init__(self, stack: LayerStack, limits: Limits, stage: int, dtype: str) -> None:
         self._stack = stack
         self._limits = limits
+        self._stage = stage
         self._dtype = dtype
         self.head = stack.spec.first == 0
         self.tail = stack.spec.end == stack.shape.n_layer
@@ -47,36 +53,47 @@ class StageRunner:
             EngineError: rows that the stack refuses.
         """
         batch = decode_membership(membership, self._limits)
-        table = batch.rows
+        table = batch.rows[batch.rows["through"] > self._stage]
+        if not len(table):
+            return 0, ()  # rows that only earlier stages had to compute again
         rows = Rows(
             table["slot"].astype(np.int32),
             table["position"].astype(np.int32),
             table["token"].astype(np.int32),
-            batch.wants_output,
+            (table["flags"] & FLAG_OUTPUT) != 0,
         )
         hidden = None if self.head else decode_tensor(boundary, self._dtype, len(rows), self._width)
         result = self._stack.forward(rows, hidden)
         if self._tokens is None:
-            return encode_tensor(result, self._dtype, out).nbytes, ()
+            further = result[table["through"] > self._stage + 1]
+            return encode_tensor(further, self._dtype, out).nbytes, ()
         self._tokens[rows.slots, rows.positions] = rows.tokens
+        return 0, self._sample(table, rows, result, batch.samplings)
+
+    def _sample(
+        self, table: npt.NDArray[np.void], rows: Rows, logits: F32, samplings: Sequence[Sampling]
+    ) -> tuple[Output, ...]:
+        assert self._tokens is not None
         wanted = np.flatnonzero(rows.wants_output)
         if not len(wanted):
-            return 0, ()
+            return ()
         positions = rows.positions[wanted]
-        histories = [self._tokens[slot, : position + 1] for slot, position in zip(rows.slots[wanted], positions, strict=True)]
-        sampled = sample(result, batch.samplings, positions, histories)
-        outputs = tuple(
+        histories = [
+            self._tokens[slot, : position + 1]
+            for slot, position in zip(rows.slots[wanted], positions, strict=True)
+        ]
+        sampled = sample(logits, samplings, positions, histories)
+        return tuple(
             Output(
                 int(table["request"][row]),
                 int(table["incarnation"][row]),
                 int(table["position"][row]),
-                s.token,
-                s.logprob,
-                s.top,
+                one.token,
+                one.logprob,
+                one.top,
             )
-            for row, s in zip(wanted, sampled, strict=True)
+            for row, one in zip(wanted, sampled, strict=True)
         )
-        return 0, outputs
 
     def close(self) -> None:
         """Give all memory back."""

@@ -3,10 +3,13 @@
 It is composed once, by the head, and travels with the boundary to every stage, byte for byte the same. Bytes::
 
     u32  number of rows
-    ...  rows, 23 bytes each (:data:`ROW`)
+    ...  rows, 24 bytes each (:data:`ROW`)
     ...  msgpack array: one :class:`~kvasir_peer.wire.sampling.Sampling` for each row that wants an output, in order
 
 Rows of one slot stand together, with ascending positions: a *run* (one decode row, or a prefill chunk).
+``through`` says how many stages, from the head on, compute a row: all of them, except for rows that are computed
+again for a replaced stage, whose later stages still hold their KV entries. A boundary holds only the rows that the
+next stage computes; the membership always holds all.
 
 Each membership is bound into a chain: ``digest = SHA-256(domain, plan, epoch, sequence, previous digest, bytes)``,
 which the head signs. A stage that sees another membership than the head composed, or one out of order, finds
@@ -36,6 +39,7 @@ ROW = np.dtype(
         ("position", "<u4"),
         ("token", "<u4"),
         ("flags", "u1"),
+        ("through", "u1"),
     ]
 )
 FLAG_DECODE = 1  # the row carries a token that the tail gave; otherwise it belongs to a prefill chunk
@@ -62,6 +66,7 @@ class Limits:
     context_length: int
     vocab: int
     top_logprobs: int
+    stages: int
 
     @property
     def bytes(self) -> int:
@@ -81,6 +86,10 @@ class Membership:
         """bool ``[n]``."""
         return (self.rows["flags"] & FLAG_OUTPUT).astype(bool)
 
+    def rows_at(self, stage: int) -> int:
+        """Rows that the stage with this index computes."""
+        return int((self.rows["through"] > stage).sum())
+
     @property
     def decodes_only(self) -> bool:
         """Whether every row is a decode row: such a batch goes before prefill on a link."""
@@ -91,8 +100,10 @@ class Membership:
         return _COUNT.pack(len(self.rows)) + self.rows.tobytes() + _encoder.encode(self.samplings)
 
 
-def compose(rows: Sequence[tuple[int, int, int, int, int, int]], samplings: Sequence[Sampling]) -> Membership:
-    """A membership from ``(request, slot, incarnation, position, token, flags)`` tuples."""
+def compose(
+    rows: Sequence[tuple[int, int, int, int, int, int, int]], samplings: Sequence[Sampling]
+) -> Membership:
+    """A membership from ``(request, slot, incarnation, position, token, flags, through)`` tuples."""
     return Membership(np.array(rows, dtype=ROW), tuple(samplings))
 
 
@@ -142,6 +153,13 @@ def _check_rows(rows: npt.NDArray[np.void], limits: Limits) -> None:
             raise WireError("membership", f"{field} {worst} is outside the plan's {bound}")
     if int(rows["flags"].max()) > _FLAGS:
         raise WireError("membership", f"flags {int(rows['flags'].max())} are not known")
+    through = rows["through"]
+    if not 1 <= int(through.min()) <= int(through.max()) <= limits.stages:
+        raise WireError(
+            "membership", f"rows pass {through.min()} to {through.max()} of {limits.stages} stages"
+        )
+    if (through[(rows["flags"] & FLAG_OUTPUT) != 0] != limits.stages).any():
+        raise WireError("membership", "a row that wants an output does not pass all stages")
     slots = rows["slot"].astype(np.int64)
     same = slots[1:] == slots[:-1]
     starts = np.concatenate(([0], np.flatnonzero(~same) + 1))
@@ -150,6 +168,9 @@ def _check_rows(rows: npt.NDArray[np.void], limits: Limits) -> None:
     for field, step in (("position", 1), ("request", 0), ("incarnation", 0)):
         if (np.diff(rows[field].astype(np.uint64))[same] != step).any():
             raise WireError("membership", f"{field} jumps inside a run")
+    # Each stage must find a run without gaps: what it still holds is always the beginning of a text.
+    if (np.diff(through.astype(np.int64))[same] < 0).any():
+        raise WireError("membership", "later rows of a run pass fewer stages than earlier ones")
 
 
 def chain_digest(plan: bytes, epoch: int, sequence: int, previous: bytes, membership: Buffer) -> bytes:

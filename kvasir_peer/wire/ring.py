@@ -27,7 +27,7 @@ PROTOCOL = "/kvasir/ring/1"
 Purpose = Literal["batches", "results", "tokens", "requests"]
 
 # A header is bounded by what the plan's widths allow, plus this: ids, digests, signature, and one trace entry
-# for each stage (a ring has at most 64 stages, an entry takes at most 64 bytes).
+# for each stage (a ring has at most 64 stages, an entry takes at most 64 bytes: 5 doubles and two integers).
 HEADER_SLACK = 1024 + 64 * 64
 MAX_STAGES = 64
 MAX_SUBMIT_STOP_TOKENS = 64
@@ -36,7 +36,17 @@ TOP_LOGPROB_BYTES = 16  # one id and one float with msgpack's tags
 
 
 class StageTrace(msgspec.Struct, frozen=True, array_like=True):
-    """What one stage adds to a batch as it passes; milliseconds."""
+    """What one stage adds to a batch as it passes; times in milliseconds.
+
+    Attributes:
+        stage: index in the ring.
+        held_ms: the engine had the batch.
+        starved_ms: the engine had had nothing to do before it.
+        blocked_ms: how long the batch before it had waited for the next stage's link.
+        queue: batches that were before it in the stage.
+        arrived: seconds, on that stage's own monotonic clock, for the timeline.
+        waited_ms: between its arrival and its departure, without ``held_ms``.
+    """
 
     stage: int
     held_ms: float
@@ -44,7 +54,7 @@ class StageTrace(msgspec.Struct, frozen=True, array_like=True):
     blocked_ms: float
     queue: int
     arrived: float = 0.0
-    """Seconds on that stage's own monotonic clock, for the timeline."""
+    waited_ms: float = 0.0
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):

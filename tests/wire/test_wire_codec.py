@@ -11,7 +11,7 @@ from kvasir_peer.wire import chunks, ring
 from kvasir_peer.wire.membership import Limits
 from kvasir_peer.wire.tensors import DTYPES, decode_tensor, encode_tensor, tensor_bytes
 
-LIMITS = Limits(rows=8, slots=4, context_length=64, vocab=512, top_logprobs=2)
+LIMITS = Limits(rows=8, slots=4, context_length=64, vocab=512, top_logprobs=2, stages=3)
 
 
 def test_a_frame_comes_back_with_its_payload_uncopied() -> None:
@@ -79,7 +79,7 @@ def test_every_message_within_the_widths_fits_the_bounds_both_ends_derive() -> N
     outputs = tuple(
         ring.Output(2**64 - 1, 2**32 - 1, 63, 511, -12345.678, ((511, -1.5),) * 2) for _ in range(LIMITS.rows)
     )
-    trace = tuple(ring.StageTrace(i, 1e9, 1e9, 1e9, 2**31, 1e12) for i in range(ring.MAX_STAGES))
+    trace = tuple(ring.StageTrace(i, 1e9, 1e9, 1e9, 2**31, 1e12, 1e9) for i in range(ring.MAX_STAGES))
     result = ring.Result("p" * 64, 2**32 - 1, 2**63, b"d" * 32, outputs, trace)
     assert sum(len(piece) for piece in codec.encode(result)) <= ring.max_result_frame(LIMITS)
     batch = ring.Batch("p" * 64, 1, 2**63, bytes(LIMITS.bytes), b"d" * 32, b"s" * 64, trace)

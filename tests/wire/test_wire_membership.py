@@ -18,14 +18,14 @@ from kvasir_peer.wire.membership import (
 )
 from kvasir_peer.wire.sampling import MAX_LOGIT_BIAS, Sampling
 
-LIMITS = Limits(rows=8, slots=4, context_length=64, vocab=512, top_logprobs=2)
+LIMITS = Limits(rows=8, slots=4, context_length=64, vocab=512, top_logprobs=2, stages=3)
 
 
 def example() -> bytes:
     rows = [
-        (7, 0, 1, 5, 300, FLAG_DECODE | FLAG_OUTPUT),
-        (9, 2, 1, 0, 1, 0),
-        (9, 2, 1, 1, 403, FLAG_OUTPUT),
+        (7, 0, 1, 5, 300, FLAG_DECODE | FLAG_OUTPUT, 3),
+        (9, 2, 1, 0, 1, 0, 3),
+        (9, 2, 1, 1, 403, FLAG_OUTPUT, 3),
     ]
     return compose(rows, [Sampling(temperature=0.0), Sampling(seed=3)]).encode()
 
@@ -42,18 +42,22 @@ def test_it_round_trips_and_its_bytes_are_canonical() -> None:
 @pytest.mark.parametrize(
     ("rows", "samplings", "code"),
     [
-        ([(1, 4, 0, 0, 1, 0)], [], "membership"),
-        ([(1, 0, 0, 64, 1, 0)], [], "membership"),
-        ([(1, 0, 0, 0, 512, 0)], [], "membership"),
-        ([(1, 0, 0, 0, 1, 8)], [], "membership"),
-        ([(1, 0, 0, 0, 1, 0), (1, 0, 0, 2, 1, 0)], [], "membership"),
-        ([(1, 0, 0, 0, 1, 0), (2, 0, 0, 1, 1, 0)], [], "membership"),
-        ([(1, 0, 0, 0, 1, 0), (1, 0, 1, 1, 1, 0)], [], "membership"),
-        ([(1, 0, 0, 0, 1, 0), (2, 1, 0, 0, 1, 0), (1, 0, 0, 1, 1, 0)], [], "membership"),
-        ([(1, 0, 0, 0, 1, FLAG_OUTPUT)], [], "membership"),
-        ([(1, 0, 0, 0, 1, FLAG_OUTPUT)], [Sampling(temperature=float("nan"))], "sampling"),
-        ([(1, 0, 0, 0, 1, FLAG_OUTPUT)], [Sampling(top_logprobs=3)], "sampling"),
-        ([(1, 0, 0, p, 1, 0) for p in range(9)], [], "oversize"),
+        ([(1, 4, 0, 0, 1, 0, 3)], [], "membership"),
+        ([(1, 0, 0, 64, 1, 0, 3)], [], "membership"),
+        ([(1, 0, 0, 0, 512, 0, 3)], [], "membership"),
+        ([(1, 0, 0, 0, 1, 8, 3)], [], "membership"),
+        ([(1, 0, 0, 0, 1, 0, 3), (1, 0, 0, 2, 1, 0, 3)], [], "membership"),
+        ([(1, 0, 0, 0, 1, 0, 3), (2, 0, 0, 1, 1, 0, 3)], [], "membership"),
+        ([(1, 0, 0, 0, 1, 0, 3), (1, 0, 1, 1, 1, 0, 3)], [], "membership"),
+        ([(1, 0, 0, 0, 1, 0, 3), (2, 1, 0, 0, 1, 0, 3), (1, 0, 0, 1, 1, 0, 3)], [], "membership"),
+        ([(1, 0, 0, 0, 1, FLAG_OUTPUT, 3)], [], "membership"),
+        ([(1, 0, 0, 0, 1, FLAG_OUTPUT, 3)], [Sampling(temperature=float("nan"))], "sampling"),
+        ([(1, 0, 0, 0, 1, FLAG_OUTPUT, 3)], [Sampling(top_logprobs=3)], "sampling"),
+        ([(1, 0, 0, 0, 1, 0, 0)], [], "membership"),
+        ([(1, 0, 0, 0, 1, 0, 4)], [], "membership"),
+        ([(1, 0, 0, 0, 1, FLAG_OUTPUT, 2)], [Sampling()], "membership"),
+        ([(1, 0, 0, 0, 1, 0, 3), (1, 0, 0, 1, 1, 0, 2)], [], "membership"),
+        ([(1, 0, 0, p, 1, 0, 3) for p in range(9)], [], "oversize"),
     ],
 )
 def test_memberships_that_cannot_be_are_refused_by_name(rows: list, samplings: list, code: str) -> None:
