@@ -245,6 +245,14 @@ class LayerStack(abc.ABC):
         """
 
     @abc.abstractmethod
+    def local_bank(self) -> ExpertBank | None:
+        """Return a bank over the routed experts of the stack's own layers, or None where it has none.
+
+        It shares the stack's weights, so that whoever drives :meth:`steps` can compute here what no other
+        machine answers, without holding weights twice. It lives as long as the stack.
+        """
+
+    @abc.abstractmethod
     def close(self) -> None:
         """Give all memory back; the stack can't be used afterwards."""
 
