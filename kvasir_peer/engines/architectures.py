@@ -281,7 +281,7 @@ class ModelShape:
 
 # ------------------------------------------------------------------------------------------------ tensors
 
-# Dimensions of each tensor, outermost first as numpy sees them, in the symbols that `_dimensions` resolves for
+# Dimensions of each tensor, outermost first as numpy sees them, in the symbols that `dimensions` resolves for
 # each layer. A tensor that stands in neither table is unknown.
 MODEL_TENSORS: Mapping[str, tuple[str, ...]] = {
     "token_embd.weight": ("vocab", "embd"),
@@ -978,10 +978,10 @@ def _check_tensors(shape: ModelShape, row: Architecture, tensors: Mapping[str, T
             raise ModelFileError(
                 f"tensor {layer.name(min(unknown))} is not known in a {shape.architecture} model"
             )
-        sizes = _dimensions(shape, row, layer)
+        sizes = dimensions(shape, layer)
         for suffix in layer.present:
             _check_shape(tensors[layer.name(suffix)], layer.name(suffix), LAYER_TENSORS[suffix], sizes)
-    sizes = _dimensions(shape, row, shape.layers[0])
+    sizes = dimensions(shape, shape.layers[0])
     for name in shape.present:
         _check_shape(tensors[name], name, MODEL_TENSORS[name], sizes)
 
@@ -992,8 +992,9 @@ def _check_shape(info: TensorInfo, name: str, symbols: tuple[str, ...], sizes: M
         raise ModelFileError(f"tensor {name} has shape {tuple(info.shape)}, expected {expected}")
 
 
-def _dimensions(shape: ModelShape, row: Architecture, layer: LayerShape) -> dict[str, int]:
-    """Resolve the symbols of the tensor tables for a layer."""
+def dimensions(shape: ModelShape, layer: LayerShape) -> dict[str, int]:
+    """Resolve the symbols of :data:`MODEL_TENSORS` and :data:`LAYER_TENSORS` for a layer."""
+    row = ARCHITECTURES[shape.architecture]
     attention = layer.attention
     mla = attention.mla
     moe = layer.moe
