@@ -150,7 +150,7 @@ class StoreSource:
     def _read(self, name: str, start: int, end: int) -> RawBytes:
         """Bytes ``[start, end)`` of a tensor into one array, each chunk read to its place."""
         array = np.empty(end - start, np.uint8)
-        buffer = memoryview(array)
+        buffer = array.data
         at = start
         for chunk in self._chunks[name]:
             if chunk.offset + chunk.size <= start or chunk.offset >= end:
