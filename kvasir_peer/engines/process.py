@@ -191,10 +191,10 @@ def _open_source(order: orders.LoadStage):  # type: ignore[no-untyped-def]
         return GgufSource(Path(order.weights.path))
     from kvasir_peer.models.manifest import Manifest
     from kvasir_peer.models.slices import StageSlice
-    from kvasir_peer.models.store import ChunkStore
+    from kvasir_peer.models.store import ChunkReader
 
     manifest = Manifest.decode(Path(order.weights.manifest).read_bytes())
-    store = ChunkStore(Path(order.weights.store), 0)
+    store = ChunkReader(Path(order.weights.store))
     return StoreSource(store, manifest, StageSlice(order.first, order.end, order.n_layer))
 
 
