@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import msgspec
 import trio
 
 from kvasir_peer.agent.engine import Engine, PendingPass
@@ -29,7 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OPEN_SECONDS = 20.0  # to open a link to a neighbour: a relayed dial, tried again while the neighbour loads its plan
+OPEN_SECONDS = (
+    20.0  # to open a link to a neighbour: a relayed dial, tried again while the neighbour loads its plan
+)
 RETRY_SECONDS = 0.3  # between two tries to open a link
 WELCOME_SECONDS = 10.0  # the other side answers a Hello at once, unless its plan is still on its way
 
@@ -186,6 +187,14 @@ class StageEpoch:
             c.bytes_out,
         )
 
+    def outgoing_statistics(self) -> tuple[str, float]:
+        """Path (relayed, direct) and round-trip time in milliseconds of the link to the next stage."""
+        links = self._outgoing()
+        if not links:
+            return "", 0.0
+        figures = links[0].statistics()
+        return links[0].path, (figures.rtt_p50 or 0.0) * 1e3
+
     # -- links ----------------------------------------------------------------------------------------------
 
     async def _open_links(self) -> None:
@@ -245,7 +254,9 @@ class StageEpoch:
     async def serve(self, link: Link, purpose: str) -> None:
         """Take a link that the caller has checked with :meth:`expected`, until it ends."""
         if purpose in self._accepted:
-            raise WireError("unexpected", f"a second {purpose} link from {link.remote_peer}", peer=link.remote_peer)
+            raise WireError(
+                "unexpected", f"a second {purpose} link from {link.remote_peer}", peer=link.remote_peer
+            )
         self._accepted[purpose] = link
         link.max_frame = ring.max_batch_frame(self.limits, self.plan.dtype, self.plan.n_embd)
         await link.send(ring.OPENING.encode(ring.Welcome(self.plan.epoch)))
@@ -260,7 +271,9 @@ class StageEpoch:
                 if isinstance(message, ring.Refusal):
                     raise WireError(message.code, message.reason, peer=link.remote_peer)
                 if not isinstance(message, ring.Pong):
-                    raise WireError("unexpected", f"{type(message).__name__} on an outgoing link", peer=link.remote_peer)
+                    raise WireError(
+                        "unexpected", f"{type(message).__name__} on an outgoing link", peer=link.remote_peer
+                    )
 
         return watch
 
@@ -276,7 +289,9 @@ class StageEpoch:
                 await link.send(self.codec.encode(ring.Pong(message.nonce)))
                 continue
             if not isinstance(message, ring.Batch):
-                raise WireError("unexpected", f"{type(message).__name__} on a batches link", peer=link.remote_peer)
+                raise WireError(
+                    "unexpected", f"{type(message).__name__} on a batches link", peer=link.remote_peer
+                )
             try:
                 rows = self._check(message, sequence, previous, head, boundary.nbytes)
             except WireError as error:
@@ -304,12 +319,16 @@ class StageEpoch:
     ) -> Membership:
         """The batch is the next one of this epoch, as the head signed it, or a WireError says what is wrong."""
         if (batch.plan, batch.epoch) != (self.plan.id, self.plan.epoch):
-            raise WireError("epoch", f"batch of plan {batch.plan} epoch {batch.epoch}, here is {self.plan.epoch}")
+            raise WireError(
+                "epoch", f"batch of plan {batch.plan} epoch {batch.epoch}, here is {self.plan.epoch}"
+            )
         if batch.sequence != sequence:
             raise WireError("sequence", f"batch {batch.sequence} where {sequence} was expected")
         plan = self.plan.id.encode()
         if chain_digest(plan, batch.epoch, sequence, previous, batch.membership) != batch.digest:
-            raise WireError("membership", f"the membership of batch {sequence} is not the one that was announced")
+            raise WireError(
+                "membership", f"the membership of batch {sequence} is not the one that was announced"
+            )
         if not self.verify(head, batch.signature, batch.digest):
             raise WireError("signature", f"the membership of batch {sequence} is not signed by the head")
         if len(batch.trace) != self.index:
@@ -345,9 +364,13 @@ class StageEpoch:
             try:
                 done = await batch.pending.result()
                 self.counters.queue -= 1
+                self.computed()
                 await self._send_on(batch, done.boundary_bytes, done.outputs, done.held_ms, done.starved_ms)
             finally:
                 self.engine.free_buffer(batch.buffer)
+
+    def computed(self) -> None:
+        """The engine has finished a batch; the head composes the next one here."""
 
     async def _send_on(
         self,
@@ -400,8 +423,3 @@ class StageEpoch:
         counters.held_ms += held_ms
         counters.starved_ms += starved_ms
         counters.bytes_out += sent
-
-
-def copy_trace(trace: ring.StageTrace) -> dict[str, float]:
-    """A trace entry as plain numbers, for JSON."""
-    return {name: getattr(trace, name) for name in msgspec.structs.asdict(trace)}

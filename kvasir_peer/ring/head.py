@@ -1,0 +1,291 @@
+"""The head of a ring: it alone composes batches.
+
+:class:`HeadState` outlives epochs: the scheduler with its requests, and the tokens known so far. :class:`HeadEpoch` is
+the first stage of one epoch; it turns what the scheduler wants into signed batches, and what the tail answers
+into the scheduler's next decisions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import trio
+
+from kvasir_peer.errors import LinkError, WireError
+from kvasir_peer.net.link import Priority
+from kvasir_peer.ring.stage import StageEpoch
+from kvasir_peer.serving.costs import CostModel, StageTrace
+from kvasir_peer.serving.requests import Accepted, Event, Finished, Request
+from kvasir_peer.serving.scheduler import Scheduler
+from kvasir_peer.wire import ring
+from kvasir_peer.wire.membership import FLAG_DECODE, FLAG_OUTPUT, GENESIS, Membership, chain_digest, compose
+
+if TYPE_CHECKING:
+    from kvasir_peer.net.link import Link
+    from kvasir_peer.ring.plan import Plan
+    from kvasir_peer.serving.batches import Batch
+
+logger = logging.getLogger(__name__)
+
+IDLE_TICK = 1.0  # seconds between two looks at deadlines and costs when nothing else happens
+
+
+@dataclass
+class HeadState:
+    """What the head knows of its requests, from epoch to epoch.
+
+    Args:
+        plan: the first plan; later ones of the same id come by :meth:`adopt`.
+    """
+
+    plan: Plan
+    scheduler: Scheduler = field(init=False)
+    costs: CostModel = field(init=False)
+    wake: trio.Event = field(default_factory=trio.Event)
+
+    def __post_init__(self) -> None:
+        self.costs = self.plan.cost_model()
+        self.scheduler = Scheduler(self.plan.widths, self.costs)
+
+    def adopt(self, plan: Plan, kept: Sequence[bool], now: float) -> None:
+        """Go on under a new epoch: ``kept`` says for each stage whether its KV cache is still there."""
+        lines = plan.cost_model()
+        self.costs.expect(lines.costs.stages, hop_per_row=lines.costs.hop_per_row)
+        self.plan = plan
+        replay = self.scheduler.on_lost(now, kept)
+        rows = sum(end - first for first, end in replay.values())
+        if rows:
+            logger.info("epoch %d: %d rows of %d requests are computed again", plan.epoch, rows, len(replay))
+
+    def submit(self, message: ring.Submit, now: float) -> list[ring.Ended]:
+        """Take a request, or take it up again where the bridge knows another state of it than the head."""
+        known = self._known(message.request)
+        if known is not None:
+            tokens = list(message.tokens)
+            generated = len(tokens) - message.sampling.prompt_length
+            if known[: len(tokens)] == tokens:
+                # The head may know tokens that never reached the bridge: they are sampled again.
+                if len(known) > len(tokens):
+                    done = len(known) - len(tokens)
+                    self.scheduler.rewind(
+                        message.request,
+                        len(tokens) - 1,
+                        now,
+                        keep_tokens=max(0, self._generated(message.request) - done),
+                    )
+                return []
+            logger.info("request %d: the bridge knows %d tokens, the head others", message.request, generated)
+            self.scheduler.cancel(message.request, now)
+        request = Request(
+            message.request,
+            list(message.tokens),
+            message.max_tokens,
+            message.sampling,
+            frozenset(message.stop_tokens),
+            message.priority,
+            now + message.seconds_left if message.seconds_left > 0 else None,
+        )
+        answer = self.scheduler.submit(request, now)
+        if isinstance(answer, Accepted):
+            return []
+        retry = answer.retry_after
+        reason = "error" if retry is None else "busy"
+        return [ring.Ended(message.request, reason, answer.reason, retry or 0.0)]
+
+    def _known(self, request: int) -> list[int] | None:
+        try:
+            return self.scheduler.tokens_of(request)
+        except KeyError:
+            return None
+
+    def _generated(self, request: int) -> int:
+        return self.scheduler.generated_of(request)
+
+
+@dataclass
+class _Sent:
+    """A batch on its way: the wire's sequence begins anew with each epoch, the scheduler's does not."""
+
+    sequence: int
+    scheduled: int
+    digest: bytes
+
+
+@dataclass
+class HeadEpoch(StageEpoch):
+    """Stage 0 of one epoch.
+
+    Args:
+        state: what outlives the epoch.
+        sign: signs digests with this peer's key.
+    """
+
+    state: HeadState = field(kw_only=True)
+    sign: Callable[[bytes], bytes] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._sent: deque[_Sent] = deque()
+        self._sequence = 0
+        self._previous = GENESIS
+
+    def _tasks(self) -> Sequence[Callable[[], Awaitable[None]]]:
+        return [*super()._tasks(), self._compose]
+
+    async def _open_links(self) -> None:
+        await super()._open_links()
+        self._news = await self.open(self.plan.bridge, "tokens", ring.max_result_frame(self.limits))
+
+    def _outgoing(self) -> list[Link]:
+        links = super()._outgoing()
+        return [*links, self._news] if hasattr(self, "_news") else links
+
+    # -- links that others open -----------------------------------------------------------------------------
+
+    def expected(self, purpose: str) -> str | None:
+        if purpose == "results":
+            return self.plan.stages[-1].peer
+        if purpose == "requests":
+            return self.plan.bridge
+        return None
+
+    async def serve(self, link: Link, purpose: str) -> None:
+        if purpose in self._accepted:
+            raise WireError(
+                "unexpected", f"a second {purpose} link from {link.remote_peer}", peer=link.remote_peer
+            )
+        self._accepted[purpose] = link
+        if purpose == "results":
+            link.max_frame = ring.max_result_frame(self.limits)
+            task = self._take_results
+        else:
+            link.max_frame = ring.max_request_frame(self.limits)
+            task = self._take_requests
+        await link.send(ring.OPENING.encode(ring.Welcome(self.plan.epoch)))
+        await self._guard(lambda: task(link))
+
+    async def _take_requests(self, link: Link) -> None:
+        while True:
+            message, _ = self.codec.decode(await link.receive())
+            now = trio.current_time()
+            if isinstance(message, ring.Submit):
+                message.sampling.check(top_logprobs=self.limits.top_logprobs)
+                if any(token >= self.limits.vocab for token in message.tokens):
+                    raise WireError(
+                        "token", "a prompt has a token outside the vocabulary", peer=link.remote_peer
+                    )
+                await self._tell(self.state.submit(message, now))
+            elif isinstance(message, ring.Cancel):
+                self.state.scheduler.cancel(message.request, now)
+            elif isinstance(message, ring.Ping):
+                await link.send(self.codec.encode(ring.Pong(message.nonce)))
+            else:
+                raise WireError(
+                    "unexpected", f"{type(message).__name__} on a requests link", peer=link.remote_peer
+                )
+            self._wake()
+
+    async def _take_results(self, link: Link) -> None:
+        while True:
+            message, _ = self.codec.decode(await link.receive())
+            if isinstance(message, ring.Ping):
+                await link.send(self.codec.encode(ring.Pong(message.nonce)))
+                continue
+            if not isinstance(message, ring.Result):
+                raise WireError(
+                    "unexpected", f"{type(message).__name__} on a results link", peer=link.remote_peer
+                )
+            if (
+                not self._sent
+                or message.sequence != self._sent[0].sequence
+                or message.epoch != self.plan.epoch
+            ):
+                raise WireError("sequence", f"result of batch {message.sequence}, which is not the next one")
+            sent = self._sent.popleft()
+            if message.digest != sent.digest:
+                raise WireError("membership", f"the tail saw another membership in batch {sent.sequence}")
+            trace = [StageTrace(t.held_ms / 1e3, max(0.0, t.waited_ms) / 1e3) for t in message.trace]
+            outputs = [(o.request, o.token) for o in message.outputs]
+            events = self.state.scheduler.on_result(sent.scheduled, outputs, trio.current_time(), trace)
+            self._wake()
+            await self._tell_events(events)
+
+    # -- composing ------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        self.state.wake.set()
+
+    async def _compose(self) -> None:
+        scheduler = self.state.scheduler
+        while True:
+            self.state.wake = trio.Event()
+            now = trio.current_time()
+            await self._tell_events(scheduler.tick(now))
+            while (batch := scheduler.next_batch(trio.current_time(), self.counters.queue)) is not None:
+                if batch.rows:
+                    await self._launch(batch)
+                else:
+                    scheduler.on_result(batch.seq, [], trio.current_time())
+            due = scheduler.next_deadline
+            wait = IDLE_TICK if due is None else min(IDLE_TICK, max(0.0, due - trio.current_time()))
+            with trio.move_on_after(wait):
+                await self.state.wake.wait()
+
+    async def _launch(self, batch: Batch) -> None:
+        membership = membership_of(batch)
+        data = membership.encode()
+        sequence = self._sequence
+        digest = chain_digest(self.plan.id.encode(), self.plan.epoch, sequence, self._previous, data)
+        self._previous, self._sequence = digest, sequence + 1
+        self._sent.append(_Sent(sequence, batch.seq, digest))
+        buffer = await self.engine.take_buffer()
+        composed = ring.Composed(self.plan.id, self.plan.epoch, sequence, digest)
+        await self._news.send(self.codec.encode(composed), Priority.DECODE)
+        await self.dispatch(
+            sequence, data, membership, digest, self.sign(digest), (), buffer, 0, trio.current_time()
+        )
+
+    def computed(self) -> None:
+        """The engine is free for the next batch: compose it."""
+        self._wake()
+
+    # -- news for the bridge --------------------------------------------------------------------------------
+
+    async def _tell_events(self, events: Sequence[Event]) -> None:
+        # Tokens, and so stop and length, reach the bridge from the tail; what only the head knows goes from here.
+        await self._tell(
+            [
+                ring.Ended(event.request, event.reason)
+                for event in events
+                if isinstance(event, Finished) and event.reason not in ("stop", "length", "cancelled")
+            ]
+        )
+
+    async def _tell(self, news: Sequence[ring.Ended]) -> None:
+        for ended in news:
+            if not hasattr(self, "_news"):
+                raise LinkError("the link to the bridge is not open yet")
+            await self._news.send(self.codec.encode(ended), Priority.CONTROL)
+
+
+def membership_of(batch: Batch) -> Membership:
+    """The wire's form of a scheduler's batch."""
+    rows = [
+        (
+            row.request,
+            row.slot,
+            row.incarnation,
+            row.position,
+            row.token,
+            (FLAG_DECODE if row.phase == "decode" else 0) | (FLAG_OUTPUT if row.wants_output else 0),
+            row.through,
+        )
+        for row in batch.rows
+    ]
+    return compose(
+        rows, [row.sampling for row in batch.rows if row.wants_output and row.sampling is not None]
+    )

@@ -1,0 +1,298 @@
+"""The bridge's side of the requests that a ring computes, from epoch to epoch.
+
+The bridge keeps every request's tokens. When a ring is mended it submits what is still going on again, with the tokens
+made so far, so that an answer outlives any stage, the head included. A token that was handed out never changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import trio
+
+from kvasir_peer.errors import BusyError, EngineError, LinkError, NotReadyError, WireError
+from kvasir_peer.net.link import Priority
+from kvasir_peer.wire import ring
+from kvasir_peer.wire.sampling import Sampling
+
+if TYPE_CHECKING:
+    from kvasir_peer.net.link import Link
+    from kvasir_peer.ring.plan import Plan
+    from kvasir_peer.wire.codec import Codec
+
+logger = logging.getLogger(__name__)
+
+PAUSE_COMMENT_SECONDS = 3.0  # a client hears something this often while its answer pauses
+PAUSE_LIMIT_SECONDS = 180.0  # an answer that could not go on for so long ends with an error
+MAX_UNPAIRED_DIGESTS = (
+    1024  # batches whose head's or tail's word is still missing; far over what is in flight
+)
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token of an answer.
+
+    Attributes:
+        token: its id, or -1 for a remark without a token.
+        logprob: of the token; 0 where none was asked for.
+        top: best tokens with their log-probabilities.
+        final: ``stop`` or ``length`` with the last token.
+        remark: why the answer pauses.
+    """
+
+    token: int
+    logprob: float = 0.0
+    top: tuple[tuple[int, float], ...] = ()
+    final: str = ""
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class RequestStatistics:
+    """Counters grow for ever.
+
+    Attributes:
+        active: requests under way.
+        submitted, finished, cancelled, failed: requests.
+        tokens: handed out.
+        digest_mismatches: batches in which head and tail did not name the same membership.
+        resubmitted: requests that went on under another epoch.
+    """
+
+    active: int
+    submitted: int
+    finished: int
+    cancelled: int
+    failed: int
+    tokens: int
+    digest_mismatches: int
+    resubmitted: int
+
+
+@dataclass
+class _Active:
+    id: int
+    prompt: list[int]
+    max_tokens: int
+    sampling: Sampling
+    stop_tokens: frozenset[int]
+    priority: int
+    deadline: float
+    tokens: list[int] = field(default_factory=list)
+    ready: list[Token] = field(default_factory=list)
+    news: trio.Event = field(default_factory=trio.Event)
+    error: Exception | None = None
+    done: bool = False
+
+    def wake(self) -> None:
+        self.news.set()
+        self.news = trio.Event()
+
+    def submit(self, now: float) -> ring.Submit:
+        left = 0.0 if math.isinf(self.deadline) else max(0.001, self.deadline - now)
+        return ring.Submit(
+            self.id,
+            (*self.prompt, *self.tokens),
+            self.max_tokens - len(self.tokens),
+            self.sampling,
+            tuple(self.stop_tokens),
+            self.priority,
+            left,
+        )
+
+
+class RingRequests:
+    """All requests of one model's ring at its bridge."""
+
+    def __init__(self) -> None:
+        self._active: dict[int, _Active] = {}
+        # Ids must not repeat across restarts of a bridge while a head still knows old ones.
+        self._ids = itertools.count(secrets.randbits(62))
+        self._plan: Plan | None = None
+        self._link: Link | None = None
+        self._codec: Codec | None = None
+        self._why_not = "no ring has been planned yet"
+        self._digests: dict[int, tuple[str, bytes]] = {}
+        self._submitted = self._finished = self._cancelled = self._failed = 0
+        self._tokens = self._mismatches = self._resubmitted = 0
+
+    # -- the ring comes and goes ----------------------------------------------------------------------------
+
+    async def attach(self, plan: Plan, link: Link) -> None:
+        """A ring serves: submit what is going on.
+
+        Args:
+            plan: of the epoch.
+            link: a welcomed ``requests`` link to its head.
+        """
+        self._digests.clear()
+        self._plan, self._link, self._codec = plan, link, ring.codec(plan.limits())
+        for active in sorted(self._active.values(), key=lambda a: a.id):
+            self._resubmitted += 1
+            await self._send(active.submit(trio.current_time()))
+
+    def detach(self, why: str) -> None:
+        """The ring does not serve; ``why`` names what is missing."""
+        self._link, self._why_not = None, why
+        for active in self._active.values():
+            active.wake()
+
+    @property
+    def attached(self) -> bool:
+        """Whether requests can be submitted."""
+        return self._link is not None
+
+    # -- what the ring says ---------------------------------------------------------------------------------
+
+    def composed(self, message: ring.Composed) -> None:
+        """The head's word on a batch."""
+        self._pair("head", message.sequence, message.digest)
+
+    def result(self, message: ring.Result) -> None:
+        """The tail's tokens of a batch.
+
+        Raises:
+            WireError: code ``membership`` where head and tail disagree; none of the tokens is taken.
+        """
+        self._pair("tail", message.sequence, message.digest)
+        for output in message.outputs:
+            active = self._active.get(output.request)
+            if active is None or active.done:
+                continue  # it was cancelled while its token was on the way
+            place = output.position + 1 - len(active.prompt)
+            if place != len(active.tokens):
+                if place < len(active.tokens):
+                    continue  # computed again after a break: what was handed out stays
+                raise WireError(
+                    "position", f"request {output.request}: token {place} came before {len(active.tokens)}"
+                )
+            active.tokens.append(output.token)
+            final = ""
+            if output.token in active.stop_tokens:
+                final = "stop"
+            elif len(active.tokens) >= active.max_tokens:
+                final = "length"
+            active.done = bool(final)
+            active.ready.append(Token(output.token, output.logprob, output.top, final))
+            active.wake()
+
+    def ended(self, message: ring.Ended) -> None:
+        """The head ends a request for a reason that only it knows."""
+        active = self._active.get(message.request)
+        if active is None or active.done:
+            return
+        text = message.message or message.reason
+        if message.reason == "busy":
+            active.error = BusyError(text, retry_after=message.retry_after or 2.0)
+        elif message.reason == "deadline":
+            active.error = NotReadyError("the deadline passed before the answer was complete")
+        else:
+            active.error = EngineError(f"the ring ended the request: {text}")
+        active.wake()
+
+    def _pair(self, who: str, sequence: int, digest: bytes) -> None:
+        other = self._digests.pop(sequence, None)
+        if other is None:
+            self._digests[sequence] = (who, digest)
+            if len(self._digests) > MAX_UNPAIRED_DIGESTS:
+                raise WireError("membership", "head and tail do not speak of the same batches")
+        elif other[1] != digest:
+            self._mismatches += 1
+            raise WireError("membership", f"head and tail name different memberships in batch {sequence}")
+
+    # -- what clients ask -----------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def generate(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        sampling: Sampling,
+        stop_tokens: frozenset[int],
+        *,
+        priority: int = 0,
+        deadline: float = math.inf,
+    ) -> AsyncIterator[AsyncIterator[Token]]:
+        """Submit a request; leaving the block cancels it.
+
+        Args:
+            deadline: on trio's clock.
+
+        Raises:
+            NotReadyError: no ring serves; from the iterator too, when a pause was too long.
+            BusyError: from the iterator, before its first token: the queue is full.
+        """
+        if self._link is None:
+            raise NotReadyError(self._why_not)
+        active = _Active(next(self._ids), prompt, max_tokens, sampling, stop_tokens, priority, deadline)
+        self._active[active.id] = active
+        self._submitted += 1
+        try:
+            await self._send(active.submit(trio.current_time()))
+            yield self._tokens_of(active)
+        finally:
+            self._active.pop(active.id, None)
+            if active.done:
+                self._finished += 1
+            elif active.error is not None:
+                self._failed += 1
+            else:
+                self._cancelled += 1
+                with trio.move_on_after(1, shield=True):
+                    await self._send(ring.Cancel(active.id))
+
+    async def _tokens_of(self, active: _Active) -> AsyncIterator[Token]:
+        paused_since: float | None = None
+        while True:
+            while active.ready:
+                token = active.ready.pop(0)
+                self._tokens += 1
+                yield token
+                if token.final:
+                    return
+            if active.error is not None:
+                raise active.error
+            news = active.news
+            with trio.move_on_after(PAUSE_COMMENT_SECONDS):
+                await news.wait()
+            if self._link is not None:
+                paused_since = None
+                continue
+            now = trio.current_time()
+            paused_since = paused_since if paused_since is not None else now
+            if now - paused_since > PAUSE_LIMIT_SECONDS:
+                active.error = NotReadyError(
+                    f"the answer could not go on within {PAUSE_LIMIT_SECONDS:.0f} s: {self._why_not}"
+                )
+                raise active.error
+            if not active.ready:
+                yield Token(-1, remark=self._why_not)
+
+    async def _send(self, message: ring.Submit | ring.Cancel) -> None:
+        if self._link is None or self._codec is None:
+            return  # a submit goes out when the ring is attached again; a cancelled request is simply not among them
+        try:
+            await self._link.send(self._codec.encode(message), Priority.CONTROL)
+        except LinkError as error:
+            logger.info("the link to the head is lost: %s", error)
+
+    def statistics(self) -> RequestStatistics:
+        """A snapshot."""
+        return RequestStatistics(
+            len(self._active),
+            self._submitted,
+            self._finished,
+            self._cancelled,
+            self._failed,
+            self._tokens,
+            self._mismatches,
+            self._resubmitted,
+        )

@@ -1,0 +1,485 @@
+"""A stage peer: offers itself to the bridge, fetches and loads the slice it is given, and serves epoch after epoch."""
+
+from __future__ import annotations
+
+import base64
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import trio
+
+from kvasir_peer.agent.chunk_transfer import Download, TransferProgress
+from kvasir_peer.agent.engine import Engine
+from kvasir_peer.agent.loop_lag import LoopLag
+from kvasir_peer.engines import orders as engine_orders
+from kvasir_peer.errors import KvasirError, LinkError, PlanError, RefusedError, WireError
+from kvasir_peer.models.slices import StageSlice, chunks_of
+from kvasir_peer.ring import volunteering
+from kvasir_peer.ring.head import HeadEpoch, HeadState
+from kvasir_peer.ring.manifest_fetch import fetch_manifest
+from kvasir_peer.ring.plan import Plan, decode_plan
+from kvasir_peer.ring.stage import WELCOME_SECONDS, RingBroken, StageEpoch
+from kvasir_peer.ring.volunteering import Orders, Report, StageFigures, StageState, Transfer
+from kvasir_peer.wire import ring
+from kvasir_peer.wire.tensors import tensor_bytes
+
+if TYPE_CHECKING:
+    import httpx
+
+    from kvasir_peer.models.store import ChunkStore
+    from kvasir_peer.net.link import Link
+    from kvasir_peer.net.node import Node
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 10.0  # a poll is held this long while nothing changes; also the heartbeat
+BUSY_POLL_SECONDS = 0.5  # between two reports of progress
+ANSWER_SECONDS = 20.0  # on top of a poll's wait: a relayed path with weights under way
+RETRY_DELAYS = (
+    0.5,
+    1.0,
+    2.0,
+    4.0,
+    8.0,
+)  # seconds before another poll after one that failed; the last one stays
+HELLO_SECONDS = 10.0  # for the first frame of a link
+
+Sign = Callable[[bytes], bytes]
+Verify = Callable[[str, bytes, bytes], bool]
+
+
+@dataclass(frozen=True)
+class StageNews:
+    """What an owner is told as it happens.
+
+    Attributes:
+        state: as in :class:`~kvasir_peer.ring.volunteering.Report`.
+        text: in words.
+        done, total, per_second: bytes of a download or a load, 0 where there is none.
+    """
+
+    state: StageState
+    text: str
+    done: int = 0
+    total: int = 0
+    per_second: float = 0.0
+
+
+@dataclass(frozen=True)
+class StagePeerConfig:
+    """What the role decides before the peer starts."""
+
+    bridge: str
+    bridge_addresses: tuple[str, ...]
+    secret: str
+    home: Path
+    memory: int
+    disk: int
+    engine: str
+    device: str
+    precision: str
+    threads: int
+    read_bytes_per_second: float = 0.0
+
+
+@dataclass(frozen=True)
+class _LoadedSlice:
+    """What the engine holds: a plan of another epoch with the same values needs no new load."""
+
+    model: str
+    first: int
+    end: int
+    index: int
+    stages: int
+    widths: object
+    dtype: str
+
+
+class StagePeer:
+    """The life of a stage, from its first poll to its last.
+
+    Args:
+        node: up, with its relays.
+        engine: a running engine process.
+        store: for chunks.
+        config: what to offer, and to whom.
+        sign, verify: with this peer's key; by peer id.
+        report: told what happens.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        engine: Engine,
+        store: ChunkStore,
+        config: StagePeerConfig,
+        *,
+        sign: Sign,
+        verify: Verify,
+        report: Callable[[StageNews], None] = lambda news: None,
+    ) -> None:
+        self._node = node
+        self._engine = engine
+        self._store = store
+        self._config = config
+        self._sign = sign
+        self._verify = verify
+        self._tell = report
+        self._lag = LoopLag()
+        self._state: StageState = "idle"
+        self._plan: Plan | None = None
+        self._loaded: _LoadedSlice | None = None
+        self._kept = False
+        self._reason = ""
+        self._lost = ""
+        self._transfer: Transfer | None = None
+        self._epoch: StageEpoch | None = None
+        self._epoch_changed = trio.Event()
+        self._head_state: HeadState | None = None
+        self._leaving = False
+        self._loading: trio.CancelScope | None = None
+        self._work: trio.CancelScope | None = None
+        engine.crashed = self._engine_crashed
+
+    # -- life -----------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve until cancelled.
+
+        Raises:
+            RefusedError: the bridge does not let this peer in.
+        """
+        self._node.handle(ring.PROTOCOL, ring.MAX_OPENING_FRAME, self._take_link)
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            nursery.start_soon(self._lag.run)
+            await self._poll()
+
+    def leave(self) -> None:
+        """Ask the bridge to give this place to somebody else; :meth:`run` ends when that has happened."""
+        self._leaving = True
+        self._urgent()
+
+    def statistics(self) -> StageFigures:
+        """Counters for the bridge and for the owner."""
+        import psutil
+
+        epoch = self._epoch.statistics() if self._epoch is not None else None
+        engine = self._engine.statistics()
+        lag = self._lag.statistics()
+        link = self._epoch.outgoing_statistics() if self._epoch is not None else ("", 0.0)
+        return StageFigures(
+            batches=epoch.batches if epoch else 0,
+            rows=epoch.rows if epoch else 0,
+            held_ms=epoch.held_ms if epoch else 0.0,
+            starved_ms=epoch.starved_ms if epoch else 0.0,
+            blocked_ms=epoch.blocked_ms if epoch else 0.0,
+            queue=epoch.queue if epoch else 0,
+            bytes_in=epoch.bytes_in if epoch else 0,
+            bytes_out=epoch.bytes_out if epoch else 0,
+            lag_p99_ms=lag.p99_ms,
+            agent_bytes=psutil.Process().memory_info().rss,
+            engine_bytes=engine.resident_bytes,
+            engine_restarts=engine.restarts,
+            path=link[0],
+            round_trip_ms=link[1],
+        )
+
+    # -- talking to the bridge ------------------------------------------------------------------------------
+
+    async def _poll(self) -> None:
+        failures = 0
+        async with self._node.http_client(self._config.bridge, self._config.bridge_addresses) as client:
+            self._client = client
+            while True:
+                busy = self._state in ("fetching", "loading")
+                began = trio.current_time()
+                try:
+                    orders = await self._post(client, 0.0 if busy else POLL_SECONDS)
+                    failures = 0
+                except LinkError as error:
+                    logger.warning("%s", error)
+                    self._tell(StageNews(self._state, f"the bridge does not answer; trying again ({error})"))
+                    await trio.sleep(RETRY_DELAYS[min(failures, len(RETRY_DELAYS) - 1)])
+                    failures += 1
+                    continue
+                if await self._follow(orders):
+                    return
+                if busy:
+                    await trio.sleep_until(began + BUSY_POLL_SECONDS)
+
+    async def _post(self, client: httpx.AsyncClient, wait: float) -> Orders:
+        import httpx
+
+        plan = self._plan
+        body = Report(
+            offer=volunteering.Offer(
+                memory=self._config.memory,
+                disk=self._config.disk,
+                engine=self._config.engine,
+                device=self._config.device,
+                precision=self._config.precision,
+                threads=self._config.threads,
+                addresses=tuple(self._node.addresses()),
+                read_bytes_per_second=self._config.read_bytes_per_second,
+            ),
+            secret=self._config.secret,
+            state=self._state,
+            plan=plan.id if plan else "",
+            epoch=plan.epoch if plan else 0,
+            running=self._epoch is not None,
+            reason=self._reason,
+            lost=self._lost,
+            kept=self._kept,
+            leaving=self._leaving,
+            transfer=self._transfer,
+            figures=self.statistics() if self._epoch is not None else None,
+            wait=wait,
+        )
+        try:
+            with trio.fail_after(wait + ANSWER_SECONDS):
+                answer = await client.post("/api/stage-volunteer", content=msgspec.json.encode(body))
+        except (httpx.HTTPError, trio.TooSlowError, LinkError) as error:
+            raise LinkError(f"the bridge could not be asked: {str(error) or type(error).__name__}") from error
+        if answer.status_code in (401, 403):
+            raise RefusedError(f"the bridge refuses this peer: {answer.text[:200]}")
+        if answer.status_code != 200:
+            raise LinkError(f"the bridge answered {answer.status_code}: {answer.text[:200]}")
+        try:
+            return msgspec.json.decode(answer.content, type=Orders)
+        except msgspec.DecodeError as error:
+            raise LinkError(f"the bridge's answer does not parse: {error}") from error
+
+    def _urgent(self) -> None:
+        """Say at once what has changed, beside the poll that the bridge may be holding."""
+        self._nursery.start_soon(self._say)
+
+    async def _say(self) -> None:
+        try:
+            orders = await self._post(self._client, 0.0)
+        except LinkError as error:
+            logger.info("an urgent report did not arrive, the next poll carries it: %s", error)
+            return
+        await self._follow(orders)
+
+    # -- following orders -----------------------------------------------------------------------------------
+
+    async def _follow(self, orders: Orders) -> bool:
+        """Do what the bridge says; True when it is over."""
+        if orders.assigned == "retire":
+            self._stop_work()
+            self._tell(StageNews("idle", orders.why or "the bridge needs this peer no longer"))
+            return self._leaving
+        if orders.plan:
+            self._take_plan(base64.b64decode(orders.plan), orders)
+        plan = self._plan
+        if plan is not None and orders.go and orders.epoch == plan.epoch:
+            self._start_epoch(plan)
+        if orders.assigned == "wait" and self._plan is None:
+            self._tell(StageNews("idle", orders.why or "waiting for a place in the ring"))
+        return False
+
+    def _take_plan(self, data: bytes, orders: Orders) -> None:
+        plan = decode_plan(data, self._config.bridge, self._verify)
+        known = self._plan
+        if known is not None and known.id == plan.id and plan.epoch <= known.epoch:
+            return  # an answer that was overtaken by a newer one
+        index = next((i for i, s in enumerate(plan.stages) if s.peer == self._node.peer_id), None)
+        if index is None:
+            raise PlanError("the bridge sent a plan in which this peer has no place", plan=plan.id)
+        self._stop_work()
+        self._plan, self._reason, self._lost = plan, "", ""
+        stage = plan.stages[index]
+        wanted = _LoadedSlice(
+            plan.model, stage.first, stage.end, index, len(plan.stages), plan.widths, plan.dtype
+        )
+        if self._loaded == wanted:
+            self._kept = True
+            self._set("loaded", f"layers {stage.first} to {stage.end - 1} are loaded already")
+            self._urgent()
+        else:
+            self._kept = False
+            self._nursery.start_soon(self._fetch_and_load, plan, wanted, orders.sources)
+
+    def _stop_work(self) -> None:
+        for scope in (self._loading, self._work):
+            if scope is not None:
+                scope.cancel()
+        self._loading = self._work = None
+
+    def _set(self, state: StageState, text: str, transfer: Transfer | None = None) -> None:
+        self._state, self._transfer = state, transfer
+        if transfer is None:
+            self._tell(StageNews(state, text))
+        else:
+            self._tell(StageNews(state, text, transfer.done, transfer.total, transfer.per_second))
+
+    # -- getting a slice ready ------------------------------------------------------------------------------
+
+    async def _fetch_and_load(
+        self, plan: Plan, wanted: _LoadedSlice, sources: tuple[volunteering.Source, ...]
+    ) -> None:
+        with trio.CancelScope() as self._loading:
+            try:
+                await self._fetch(plan, wanted, sources)
+                await self._load(plan, wanted)
+            except KvasirError as error:
+                self._reason = str(error)
+                self._set("broken", f"the slice could not be loaded: {error}")
+                self._urgent()
+
+    async def _fetch(
+        self, plan: Plan, wanted: _LoadedSlice, sources: tuple[volunteering.Source, ...]
+    ) -> None:
+        label = f"layers {wanted.first} to {wanted.end - 1}"
+        self._set("fetching", f"fetching {label}", Transfer(0, 0))
+        part = StageSlice(wanted.first, wanted.end, plan.n_layer)
+        self._manifest_file = self._config.home / "manifests" / f"{plan.model}.manifest"
+        manifest = await fetch_manifest(self._client, plan.model, part, self._manifest_file)
+        chunks = chunks_of(manifest, part)
+
+        def progress(p: TransferProgress) -> None:
+            self._set(
+                "fetching", f"fetching {label}", Transfer(p.done_bytes, p.total_bytes, p.bytes_per_second)
+            )
+
+        await trio.to_thread.run_sync(self._store.pin, plan.model, [chunk.hash for chunk in chunks])
+        peers = [(source.peer, source.addresses) for source in sources]
+        await Download(self._node, self._store, chunks, progress).run(peers)
+
+    async def _load(self, plan: Plan, wanted: _LoadedSlice) -> None:
+        label = f"layers {wanted.first} to {wanted.end - 1}"
+        self._set("loading", f"loading {label}", Transfer(0, 0))
+        boundary = tensor_bytes(plan.dtype, plan.widths.micro_batch_rows, plan.n_embd)
+        order = engine_orders.LoadStage(
+            job=0,
+            weights=engine_orders.StoreWeights(str(self._store.root), str(self._manifest_file)),
+            engine=self._config.engine,
+            stage=wanted.index,
+            stages=wanted.stages,
+            first=wanted.first,
+            end=wanted.end,
+            n_layer=plan.n_layer,
+            n_embd=plan.n_embd,
+            vocab=plan.vocab,
+            n_slots=plan.widths.max_requests,
+            context_length=plan.widths.context_length,
+            max_rows=plan.widths.micro_batch_rows,
+            dtype=plan.dtype,
+            top_logprobs=plan.widths.top_logprobs,
+            precision=self._config.precision,
+            threads=self._config.threads,
+            device=self._config.device,
+            # One in the engine, the rest waiting for it or for the link.
+            arena=engine_orders.ArenaShape(plan.widths.max_in_flight + 1, boundary),
+            memory_limit=self._config.memory,
+        )
+        self._loaded = None
+
+        def progress(done: int, total: int) -> None:
+            self._set("loading", f"loading {label}", Transfer(done, total))
+
+        answer = await self._engine.load_stage(order, progress)
+        for note in answer.notes:
+            logger.warning("%s", note)
+        self._loaded = wanted
+        self._set("loaded", f"{label} loaded in {answer.seconds:.1f} s, {answer.resident_bytes / 1e6:.0f} MB")
+        self._urgent()
+
+    def _engine_crashed(self) -> None:
+        self._loaded, self._kept = None, False
+        if self._epoch is not None:
+            self._epoch.break_off("the engine process died and is being restarted")
+        elif self._state in ("loaded", "serving"):
+            self._reason = "the engine process died and is being restarted"
+            self._set("broken", self._reason)
+            self._urgent()
+
+    # -- serving an epoch -----------------------------------------------------------------------------------
+
+    def _start_epoch(self, plan: Plan) -> None:
+        if self._state != "loaded":
+            return
+        index = next(i for i, s in enumerate(plan.stages) if s.peer == self._node.peer_id)
+        if index == 0:
+            epoch: StageEpoch = HeadEpoch(
+                plan,
+                index,
+                self._node,
+                self._engine,
+                self._verify,
+                state=self._head_of(plan),
+                sign=self._sign,
+            )
+        else:
+            epoch = StageEpoch(plan, index, self._node, self._engine, self._verify)
+        self._epoch = epoch
+        self._epoch_changed.set()
+        self._epoch_changed = trio.Event()
+        self._set("serving", f"serving stage {index + 1} of {len(plan.stages)}, epoch {plan.epoch}")
+        self._nursery.start_soon(self._serve_epoch, epoch)
+
+    def _head_of(self, plan: Plan) -> HeadState:
+        state = self._head_state
+        if state is None or state.plan.id != plan.id or state.plan.widths != plan.widths:
+            state = HeadState(plan)
+        elif state.plan.epoch != plan.epoch:
+            before = {(s.peer, s.first, s.end) for s in state.plan.stages}
+            fresh = set(plan.fresh)
+            kept = [(s.peer, s.first, s.end) in before and s.peer not in fresh for s in plan.stages]
+            state.adopt(plan, kept, trio.current_time())
+        self._head_state = state
+        return state
+
+    async def _serve_epoch(self, epoch: StageEpoch) -> None:
+        with trio.CancelScope() as self._work:
+            try:
+                await epoch.run()
+            except RingBroken as error:
+                self._reason, self._lost = str(error), error.peer or ""
+        if self._epoch is epoch:
+            self._epoch = None
+        if self._plan is epoch.plan and self._state == "serving":
+            self._kept = self._loaded is not None
+            self._set("broken", self._reason or "the epoch was stopped")
+            self._urgent()
+
+    async def _take_link(self, link: Link) -> None:
+        """A member of the ring opens a link: check who it is and for which epoch, then hand it over."""
+        with trio.move_on_after(HELLO_SECONDS) as scope:
+            hello, _ = ring.OPENING.decode(await link.receive())
+        if scope.cancelled_caught or not isinstance(hello, ring.Hello):
+            raise WireError("unexpected", "a ring link must begin with a hello", peer=link.remote_peer)
+        epoch = await self._epoch_for(hello)
+        refusal = None
+        if epoch is None:
+            current = self._plan.epoch if self._plan else 0
+            refusal = ring.Refusal(
+                "epoch", f"epoch {hello.epoch} of plan {hello.plan[:12]} is not served here, {current} is"
+            )
+        elif epoch.expected(hello.purpose) != link.remote_peer:
+            refusal = ring.Refusal(
+                "stranger", f"{link.remote_peer} may not open a {hello.purpose} link to this stage"
+            )
+        if refusal is not None or epoch is None:
+            assert refusal is not None
+            await link.send(ring.OPENING.encode(refusal))
+            raise WireError(refusal.code, refusal.reason, peer=link.remote_peer)
+        await epoch.serve(link, hello.purpose)
+
+    async def _epoch_for(self, hello: ring.Hello) -> StageEpoch | None:
+        """The running epoch that a hello names; one that is about to start here is waited for."""
+        with trio.move_on_after(WELCOME_SECONDS / 2):
+            while True:
+                plan = self._plan
+                epoch = self._epoch
+                if epoch is not None and (epoch.plan.id, epoch.plan.epoch) == (hello.plan, hello.epoch):
+                    return epoch
+                if plan is not None and plan.id == hello.plan and plan.epoch > hello.epoch:
+                    return None
+                await self._epoch_changed.wait()
+        return None

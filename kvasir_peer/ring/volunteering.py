@@ -1,0 +1,128 @@
+"""Bodies of ``POST /api/stage-volunteer``: what a stage peer says of itself, and what the bridge answers.
+
+One request is kept open (``wait``): it is the heartbeat, and the answer comes at once when there is news for the
+peer. A peer whose stream to the bridge closes is gone.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+StageState = Literal["idle", "fetching", "loading", "loaded", "serving", "broken"]
+
+MAX_WAIT = 50.0  # seconds that a poll is held at most: under the minute after which proxies give up
+MAX_BODY_BYTES = 64 << 10
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """What a peer's owner gives.
+
+    Attributes:
+        memory: bytes for weights, KV cache and workspace.
+        disk: bytes for chunks.
+        engine, device, precision: what computes, and how.
+        threads: of computation.
+        addresses: multiaddresses at which other peers reach this one.
+        read_bytes_per_second: measured rate at which the engine goes through quantised weights; 0 if unknown.
+    """
+
+    memory: int
+    disk: int
+    engine: str
+    device: str = "cpu"
+    precision: str = "fast"
+    threads: int = 0
+    addresses: tuple[str, ...] = ()
+    read_bytes_per_second: float = 0.0
+
+
+class Transfer(msgspec.Struct, frozen=True):
+    """Progress of a download or a load, in bytes."""
+
+    done: int
+    total: int
+    per_second: float = 0.0
+
+
+class StageFigures(msgspec.Struct, frozen=True):
+    """Counters of a serving stage and of its process; see :class:`~kvasir_peer.ring.stage.StageStatistics`."""
+
+    batches: int = 0
+    rows: int = 0
+    held_ms: float = 0.0
+    starved_ms: float = 0.0
+    blocked_ms: float = 0.0
+    queue: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    lag_p99_ms: float = 0.0
+    agent_bytes: int = 0
+    engine_bytes: int = 0
+    engine_restarts: int = 0
+    path: str = ""
+    round_trip_ms: float = 0.0
+
+
+class Report(msgspec.Struct, frozen=True):
+    """One poll.
+
+    Attributes:
+        offer: may change from poll to poll.
+        secret: of the ticket, in hexadecimal; needed until the bridge has let the peer in.
+        state: where the peer stands with the epoch below.
+        epoch: newest plan epoch that the peer knows; 0 for none.
+        plan: its plan id.
+        running: whether the state is one in which the epoch has been started (``go`` was seen).
+        reason: why the epoch broke, or why loading failed.
+        lost: peer id of the neighbour that was lost, or empty.
+        kept: whether the KV cache of the slice is still there.
+        leaving: the owner wants the machine back; the place should be given to somebody else.
+        wait: seconds to hold the request when there is no news.
+    """
+
+    offer: Offer
+    secret: str = ""
+    state: StageState = "idle"
+    plan: str = ""
+    epoch: int = 0
+    running: bool = False
+    reason: str = ""
+    lost: str = ""
+    kept: bool = False
+    leaving: bool = False
+    transfer: Transfer | None = None
+    figures: StageFigures | None = None
+    wait: float = 0.0
+
+
+class Source(msgspec.Struct, frozen=True):
+    """A peer that has chunks."""
+
+    peer: str
+    addresses: tuple[str, ...] = ()
+
+
+class Orders(msgspec.Struct, frozen=True):
+    """The answer.
+
+    Attributes:
+        assigned: ``stage`` with a plan; ``standby`` to hold a slice ready; ``wait`` for nothing yet; ``retire`` to
+            give everything back.
+        why: in words, for the owner.
+        plan: the signed plan (its encoding in base64), whenever its epoch is not the one that the peer named.
+        go: all stages of this epoch are loaded: open the links and serve.
+        model: manifest id.
+        slice: (first, end) to hold as standby.
+        sources: where to fetch chunks, best first.
+    """
+
+    assigned: Literal["stage", "standby", "wait", "retire"]
+    why: str = ""
+    plan: str = ""
+    epoch: int = 0
+    go: bool = False
+    model: str = ""
+    slice: tuple[int, int] | None = None
+    sources: tuple[Source, ...] = ()
