@@ -193,7 +193,7 @@ class StageEpoch:
         if not links:
             return "", 0.0
         figures = links[0].statistics()
-        return links[0].path, (figures.rtt_p50 or 0.0) * 1e3
+        return links[0].path, (figures.round_trip_p50 or 0.0) * 1e3
 
     # -- links ----------------------------------------------------------------------------------------------
 
@@ -392,7 +392,6 @@ class StageEpoch:
         )
         trace = (*batch.trace, entry)
         began = trio.current_time()
-        priority = Priority.DECODE if batch.rows.decodes_only else Priority.PREFILL
         if self.tail:
             result = self.codec.encode(
                 ring.Result(self.plan.id, self.plan.epoch, batch.sequence, batch.digest, outputs, trace)
@@ -414,7 +413,8 @@ class StageEpoch:
                 trace,
             )
             pieces = self.codec.encode(message, boundary)
-            await self._next.send(pieces, priority)
+            # One priority for all batches: they are chained, so none may overtake another on its link.
+            await self._next.send(pieces, Priority.DECODE)
             sent = sum(len(piece) for piece in pieces)
         counters.last_blocked_ms = (trio.current_time() - began) * 1e3
         counters.blocked_ms += counters.last_blocked_ms

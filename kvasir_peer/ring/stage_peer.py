@@ -347,6 +347,7 @@ class StagePeer:
                 "fetching", f"fetching {label}", Transfer(p.done_bytes, p.total_bytes, p.bytes_per_second)
             )
 
+        await trio.to_thread.run_sync(self._store.ensure_room, chunks)
         await trio.to_thread.run_sync(self._store.pin, plan.model, [chunk.hash for chunk in chunks])
         peers = [(source.peer, source.addresses) for source in sources]
         await Download(self._node, self._store, chunks, progress).run(peers)

@@ -90,11 +90,6 @@ class Membership:
         """Rows that the stage with this index computes."""
         return int((self.rows["through"] > stage).sum())
 
-    @property
-    def decodes_only(self) -> bool:
-        """Whether every row is a decode row: such a batch goes before prefill on a link."""
-        return bool((self.rows["flags"] & FLAG_DECODE).all())
-
     def encode(self) -> bytes:
         """The canonical bytes."""
         return _COUNT.pack(len(self.rows)) + self.rows.tobytes() + _encoder.encode(self.samplings)

@@ -1,0 +1,77 @@
+"""The stage role: composes node, engine process, chunk store and the ring's stage peer."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import psutil
+import trio
+
+from kvasir_peer import identity
+from kvasir_peer.agent.engine import open_engine
+from kvasir_peer.engines.choice import choose_engine
+from kvasir_peer.errors import LinkError
+from kvasir_peer.models.store import ChunkStore
+from kvasir_peer.net.node import Node
+from kvasir_peer.progress import Progress, Report
+from kvasir_peer.ring.stage_peer import StageNews, StagePeer, StagePeerConfig
+from kvasir_peer.settings import StageSettings
+
+logger = logging.getLogger(__name__)
+
+RELAY_SECONDS = 30.0  # for the first reservation; a peer without one can't be reached
+FREE_MEMORY_SHARE = 0.75  # of what is free, where the owner sets no limit: the machine stays usable
+
+_STEPS = {"fetching": "fetch", "loading": "load", "loaded": "load", "serving": "ready", "broken": "problem"}
+
+
+async def run_stage(settings: StageSettings, *, report: Report) -> None:
+    """Serve as a stage until cancelled.
+
+    Raises:
+        TicketError: there is no ticket, or it is no good.
+        LinkError: no relay could be reached.
+        RefusedError: the bridge does not let this peer in.
+    """
+    invitation = settings.invitation(now=time.time())
+    me = identity.load_or_create(settings.identity_path)
+    report(Progress("start", me.peer_id))
+    engine_name, device = choose_engine(settings.engine, settings.device)
+    store = await trio.to_thread.run_sync(ChunkStore, settings.store_path, settings.disk_limit())
+    memory = settings.memory or int(psutil.virtual_memory().available * FREE_MEMORY_SHARE)
+    relays = settings.relays or invitation.relays
+
+    def tell(news: StageNews) -> None:
+        step = _STEPS.get(news.state, "plan")
+        report(Progress(step, news.text, news.done, news.total, "bytes" if news.total else ""))  # type: ignore[arg-type]
+
+    async with Node.open(me.private_key, relays=relays, direct=settings.direct) as node:
+        report(Progress("relay", f"reserving a place at {len(relays)} relay{'s' if len(relays) != 1 else ''}"))
+        if not await node.relays_ready(RELAY_SECONDS):
+            raise LinkError(
+                f"no relay could be reached within {RELAY_SECONDS:.0f} s: {', '.join(relays)}; is one running there?"
+            )
+        report(Progress("relay", "reachable through a relay"))
+        async with open_engine() as engine:
+            peer = StagePeer(
+                node,
+                engine,
+                store,
+                StagePeerConfig(
+                    bridge=invitation.bridge,
+                    bridge_addresses=(),
+                    secret=invitation.secret.hex(),
+                    home=settings.home,
+                    memory=memory,
+                    disk=settings.disk_limit(),
+                    engine=engine_name,
+                    device=device,
+                    precision=settings.precision,
+                    threads=settings.threads,
+                ),
+                sign=me.sign,
+                verify=identity.verify,
+                report=tell,
+            )
+            await peer.run()
