@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 CONFIG_FILE: Final = "config.toml"
 TICKET_FILE: Final = "ticket"
 STORE_FOLDER: Final = "store"
+MAX_STAGES: Final = 64
 TICKET_ROLES: Final = ("volunteer", "stage", "coordinator")
 
 ENV_PREFIX: Final = "KVASIR_"
@@ -218,20 +219,15 @@ _ENGINE: Final = choice("auto", "onnx", "torch")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What every role has.
+    """What every command with settings has.
 
     Attributes:
         home: folder of the peer's key, ticket, configuration and chunk store.
     """
 
-    section = ""  # the role's table in config.toml
+    section = ""  # the table in config.toml
 
     home: Path
-    relays: tuple[str, ...] = option(_RELAY, (), "Address of a relay; may be given more than once.")
-    direct: bool = option(yes_no(), True, "Go over to direct connections where they work.")
-    disk: int = option(
-        size(1_000_000), 0, "Most disk space for chunks of weights; auto is half of what is free."
-    )
     log: str = option(
         choice("error", "warning", "info", "debug"), "warning", "What is written to standard error."
     )
@@ -242,6 +238,17 @@ class Settings:
         Raises:
             SettingsError: names them.
         """
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerSettings(Settings):
+    """What every role has."""
+
+    relays: tuple[str, ...] = option(_RELAY, (), "Address of a relay; may be given more than once.")
+    direct: bool = option(yes_no(), True, "Go over to direct connections where they work.")
+    disk: int = option(
+        size(1_000_000), 0, "Most disk space for chunks of weights; auto is half of what is free."
+    )
 
     @property
     def identity_path(self) -> Path:
@@ -265,7 +272,7 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BridgeSettings(Settings):
+class BridgeSettings(PeerSettings):
     """A bridge: opens the model, plans the ring, serves OpenAI clients."""
 
     section = "bridge"
@@ -275,7 +282,7 @@ class BridgeSettings(Settings):
     )
     name: str = option(text(), "", "Name of the model for clients; the file's own name if not given.")
     swarm: str = option(text("a name"), "kvasir", "Name of the swarm, written on its tickets.")
-    stages: int = option(whole(2, 256), 2, "Stages of the ring; at least 2.")
+    stages: int = option(whole(0, MAX_STAGES), 2, "Stages of the ring; at least 2.")
     engine: str = option(_ENGINE, "auto", "Engine that stages are asked to use; auto leaves it to each.")
     host: str = option(text("an address or a host name"), "127.0.0.1", "Address that the HTTP server binds.")
     port: int = option(whole(0, 65535), 8000, "Port of the HTTP server; 0 takes a free one.")
@@ -288,7 +295,7 @@ class BridgeSettings(Settings):
     max_requests: int = option(whole(1, 1024), 8, "Requests that are computed at once.")
     max_queue: int = option(whole(0, 100_000), 64, "Requests that may wait for a place.")
     context_length: int = option(
-        whole(0, 1 << 24), 0, "Positions of each request; 0 is the model's, at most 4096."
+        whole(0, 1 << 22), 0, "Positions of each request; 0 is the model's, at most 4096."
     )
     batch_rows: int = option(whole(1, 65536), 256, "Rows that the scheduler may take per step.")
     micro_batch_rows: int = option(whole(1, 4096), 64, "Rows of one pass; bounds each frame between stages.")
@@ -307,20 +314,18 @@ class BridgeSettings(Settings):
             raise SettingsError("no model: give --model FILE.gguf, or --model https://…")
         if not self.relays:
             raise SettingsError("no relay: give --relay ADDRESS, as kvasir-relay prints it")
+        check_stages(self.stages)
         if short := [key for key in self.api_keys if len(key) < 16]:
             raise SettingsError(f"an API key has {len(short[0])} characters: use at least 16")
         if not self.api_keys and not is_loopback(self.host):
             raise SettingsError(
                 f"--host {self.host} lets other machines in without a key: give --api-key, or use 127.0.0.1"
             )
-        if self.micro_batch_rows > self.batch_rows:
-            raise SettingsError(
-                f"micro_batch_rows ({self.micro_batch_rows}) is over batch_rows ({self.batch_rows})"
-            )
+        check_rows(self.micro_batch_rows, self.batch_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageSettings(Settings):
+class StageSettings(PeerSettings):
     """A stage: computes a run of layers of a ring."""
 
     section = "stage"
@@ -366,8 +371,42 @@ class StageSettings(Settings):
         return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class SwarmSettings(Settings):
+    """A whole swarm on one machine: a relay, a bridge and stages, each a process of its own."""
+
+    section = "swarm"
+
+    model: str = option(
+        text("a GGUF file or an https:// address"), "", "GGUF file, or its https:// address, to serve."
+    )
+    name: str = option(text(), "", "Name of the model for clients; the file's own name if not given.")
+    stages: int = option(whole(0, MAX_STAGES), 3, "Stages of the ring; at least 2.")
+    port: int = option(whole(0, 65535), 0, "Port of the bridge's HTTP server; 0 takes a free one.")
+    engine: str = option(_ENGINE, "auto", "Engine of the stages.")
+    precision: str = option(
+        choice("fast", "exact"), "fast", "exact computes linears with float32 activations."
+    )
+    threads: int = option(whole(0, 4096), 0, "Threads of each engine; 0 shares the cores between them.")
+    boundary: str = option(choice("f16", "f32", "bf16"), "f16", "Type of hidden states between stages.")
+    max_requests: int = option(whole(1, 1024), 8, "Requests that are computed at once.")
+    context_length: int = option(
+        whole(0, 1 << 22), 0, "Positions of each request; 0 is the model's, at most 4096."
+    )
+    batch_rows: int = option(whole(1, 65536), 256, "Rows that the scheduler may take per step.")
+    micro_batch_rows: int = option(whole(1, 4096), 64, "Rows of one pass; bounds each frame between stages.")
+    max_in_flight: int = option(whole(0, 256), 0, "Batches under way at once; 0 lets the head adapt it.")
+
+    def check(self) -> None:
+        """See :meth:`Settings.check`."""
+        if not self.model:
+            raise SettingsError("no model: give --model FILE.gguf, or --model https://…")
+        check_stages(self.stages)
+        check_rows(self.micro_batch_rows, self.batch_rows)
+
+
 ROLE_SETTINGS: Final[Mapping[str, type[Settings]]] = {
-    role.section: role for role in (BridgeSettings, StageSettings)
+    role.section: role for role in (BridgeSettings, StageSettings, SwarmSettings)
 }
 
 
@@ -386,6 +425,29 @@ class BridgeReady:
     base_url: str
     model: str
     peer_id: str
+
+
+def check_stages(stages: int) -> None:
+    """Refuse a ring of fewer than two stages.
+
+    Raises:
+        SettingsError: with the reason.
+    """
+    if stages < 2:
+        raise SettingsError(
+            f"--stages {stages}: a ring has 2 stages or more, because no peer of it may hold the whole model; "
+            "a whole model on one machine is the coordinator's job"
+        )
+
+
+def check_rows(micro_batch_rows: int, batch_rows: int) -> None:
+    """Refuse a pass that is larger than what the scheduler may take.
+
+    Raises:
+        SettingsError: with both numbers.
+    """
+    if micro_batch_rows > batch_rows:
+        raise SettingsError(f"--micro-batch-rows {micro_batch_rows} is over --batch-rows {batch_rows}")
 
 
 def is_loopback(host: str) -> bool:

@@ -73,7 +73,7 @@ def test_values_are_read(tmp_path, name, given, value):
         ("port", 65536, "whole number from 0 to 65535"),
         ("port", True, "whole number"),
         ("port", 1.5, "whole number"),
-        ("stages", 1, r"--stages: 1 is wrong: expected a whole number from 2"),
+        ("stages", 65, r"--stages: 65 is wrong: expected a whole number from 0 to 64"),
         ("direct", "maybe", "true or false"),
         ("boundary", "f8", "one of f16, f32, bf16"),
         ("disk", "many", "a size such as"),
@@ -118,7 +118,8 @@ def test_bad_configuration_is_refused_with_its_place(tmp_path, content, says):
         ({"host": "0.0.0.0"}, "without a key"),
         ({"host": "example.org"}, "without a key"),
         ({"api_keys": ["short"]}, "at least 16"),
-        ({"micro_batch_rows": 300}, "micro_batch_rows"),
+        ({"micro_batch_rows": 300}, "over --batch-rows 256"),
+        ({"stages": 1}, "a ring has 2 stages or more"),
     ],
 )
 def test_settings_that_do_not_fit_together(tmp_path, flags, says):

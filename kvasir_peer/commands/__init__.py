@@ -1,0 +1,1 @@
+"""The commands of ``kvasir-peer``, one a file; each is imported only when it is called."""

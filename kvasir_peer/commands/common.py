@@ -1,0 +1,175 @@
+"""What commands share: settings as flags, progress on the terminal, running a role until it is told to stop."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from kvasir_peer import settings
+from kvasir_peer.progress import Progress
+
+if TYPE_CHECKING:
+    from trio import CancelScope
+
+HomeFlag = Annotated[
+    Path | None,
+    Parameter(name="--home", help="Folder of key, ticket, configuration and weights."),
+]
+JsonProgressFlag = Annotated[bool, Parameter(name="--json-progress", negative="", show=False)]
+
+STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM]
+if hasattr(signal, "SIGHUP"):
+    STOP_SIGNALS.append(signal.SIGHUP)  # the terminal was closed
+
+INTERRUPTED = 130  # exit status after Ctrl-C where that is no normal end, as shells have it
+
+
+def _flag_help(setting: Any) -> str:
+    kind, default = setting.metadata["kind"], setting.default
+    shown = ", ".join(default) if isinstance(default, tuple) else str(default).lower()
+    if kind.annotation is str and default == 0 and setting.name in ("disk", "memory"):
+        shown = "auto"
+    if isinstance(default, float):
+        shown = f"{default / 86400:g}d"
+    text = str(setting.metadata["help"])
+    return f"{text} [{shown}]" if shown else text
+
+
+def _flag_type(setting: Any) -> Any:
+    kind, name, help_text = setting.metadata["kind"], settings.flag_name(setting.name), _flag_help(setting)
+    if kind.many:
+        flag = Parameter(name=name, help=help_text, negative="", consume_multiple=False)
+    else:
+        flag = Parameter(name=name, help=help_text)
+    return Annotated[kind.annotation | None, flag]
+
+
+def with_settings(cls: type[settings.Settings]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a command of a function whose first parameter is a settings object: every setting becomes a flag.
+
+    A keyword parameter ``given_home`` of the function gets the value of ``--home``, None if it was not given.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
+        wants_home = any(parameter.name == "given_home" for parameter in own)
+        own = [parameter for parameter in own if parameter.name != "given_home"]
+        shared = {setting.name for setting in settings.options(settings.PeerSettings)}
+        flags_of = [setting for setting in settings.options(cls) if setting.metadata["flag"]]
+        flags_of.sort(key=lambda setting: setting.name in shared)  # the role's own first
+
+        @functools.wraps(function)
+        def command(*args: Any, **kwargs: Any) -> Any:
+            flags = {setting.name: kwargs.pop(setting.name, None) for setting in flags_of}
+            given_home = kwargs.pop("home", None)
+            home = settings.home_directory(given_home)
+            if wants_home:
+                kwargs["given_home"] = given_home
+            return function(settings.load(cls, home=home, flags=flags), *args, **kwargs)
+
+        parameters = [
+            inspect.Parameter(
+                setting.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=_flag_type(setting),
+            )
+            for setting in flags_of
+        ]
+        home = inspect.Parameter("home", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=HomeFlag)
+        positional = [p for p in own if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+        keywords = [p for p in own if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        signature = inspect.Signature([*positional, *parameters, home, *keywords])
+        command.__signature__ = signature  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+        del command.__wrapped__  # else cyclopts takes its signature
+        return command
+
+    return decorate
+
+
+def start_logging(level: str) -> None:
+    """Write this program's log to standard error; other libraries' from warnings on."""
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    for name in ("kvasir_peer", "kvasir_relay"):
+        logging.getLogger(name).setLevel(level.upper())
+
+
+class Reporter:
+    """Prints progress: lines for people, at most two a second of one kind, or every record as JSON.
+
+    JSON goes to standard output, because another process reads it; lines for people go to standard error, so that
+    standard output has only what a script may want: the ticket, the address.
+    """
+
+    INTERVAL = 0.5  # seconds between two lines of one step and text
+
+    def __init__(
+        self, *, json_lines: bool, prefix: str = "", also: Callable[[Progress], None] | None = None
+    ) -> None:
+        self._json = json_lines
+        self._prefix = prefix
+        self._also = also
+        self._last: tuple[str, str] = ("", "")
+        self._last_time = 0.0
+
+    def __call__(self, progress: Progress) -> None:
+        if self._json:
+            print(progress.to_json(), flush=True)
+        now = time.monotonic()
+        key = (progress.step, progress.text)
+        finished = progress.done >= progress.total
+        if key == self._last and not finished and now - self._last_time < self.INTERVAL:
+            return
+        self._last, self._last_time = key, now
+        if not self._json:
+            print(self._prefix + progress.line(), file=sys.stderr, flush=True)
+        if self._also is not None:
+            self._also(progress)
+
+
+def run_until_stopped(function: Callable[[], Awaitable[None]]) -> bool:
+    """Run an async function until it returns, or until a signal to stop cancels it.
+
+    Args:
+        function: what to run; cancelled on the first signal; the second one ends the process at once.
+
+    Returns:
+        Whether a signal stopped it.
+    """
+    import trio
+
+    stopped = False
+
+    async def watch(signals: AsyncIterator[int], scope: CancelScope) -> None:
+        nonlocal stopped
+        async for number in signals:
+            if stopped:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            stopped = True
+            scope.cancel()
+
+    async def main() -> None:
+        # The signals are watched from outside the scope that they cancel, so that a second one still counts
+        # while the role cleans up.
+        with trio.open_signal_receiver(*STOP_SIGNALS) as signals:
+            async with trio.open_nursery() as watcher:
+                with trio.CancelScope() as scope:
+                    watcher.start_soon(watch, signals, scope)
+                    await function()
+                watcher.cancel_scope.cancel()
+
+    trio.run(main)
+    return stopped

@@ -1,0 +1,74 @@
+"""``kvasir-peer stage`` and ``kvasir-peer join``."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from kvasir_peer import running, ticket
+from kvasir_peer import settings as settings_module
+from kvasir_peer.commands.common import (
+    JsonProgressFlag,
+    Reporter,
+    run_until_stopped,
+    start_logging,
+    with_settings,
+)
+from kvasir_peer.errors import TicketError
+from kvasir_peer.settings import StageSettings
+
+# The roles that join can start, in the order in which it looks for one that the ticket allows.
+RUNNABLE = ("stage",)
+
+
+def _run(settings: StageSettings, *, json_progress: bool) -> None:
+    from kvasir_peer.roles import stage
+
+    start_logging(settings.log)
+    with running.run_from(settings.home, "stage") as notice:
+        report = Reporter(json_lines=json_progress, also=notice.report)
+
+        async def serve() -> None:
+            await stage.run_stage(settings, report=report)
+
+        run_until_stopped(serve)
+
+
+@with_settings(StageSettings)
+def run_stage(
+    settings: StageSettings,
+    ticket_text: Annotated[
+        str | None, Parameter(name="TICKET", help="Ticket to use this once; the saved one if not given.")
+    ] = None,
+    /,
+    *,
+    json_progress: JsonProgressFlag = False,
+) -> None:
+    """Compute a run of layers in a ring: fetch just their weights, and serve until Ctrl-C."""
+    if ticket_text is not None:
+        settings = dataclasses.replace(settings, ticket=ticket_text)
+    settings.invitation(now=time.time())
+    _run(settings, json_progress=json_progress)
+
+
+@with_settings(StageSettings)
+def join(
+    settings: StageSettings,
+    ticket_text: Annotated[str, Parameter(name="TICKET", help="Ticket, as the bridge prints it.")],
+    /,
+    *,
+    json_progress: JsonProgressFlag = False,
+) -> None:
+    """Join a swarm: save its ticket, then take the first role that it allows (stage)."""
+    found = ticket.parse(ticket_text)
+    found.check(now=time.time())
+    role = next((role for role in RUNNABLE if role in found.roles), None)
+    if role is None:
+        raise TicketError(
+            f"the ticket is for {' or '.join(found.ordered_roles())}; this program can be: {', '.join(RUNNABLE)}"
+        )
+    settings_module.save_ticket(settings.home, found)
+    _run(dataclasses.replace(settings, ticket=""), json_progress=json_progress)

@@ -1,0 +1,88 @@
+"""``kvasir-peer status``."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from kvasir_peer import identity, running, settings
+from kvasir_peer.commands.common import HomeFlag
+from kvasir_peer.errors import KvasirError
+
+
+def _folder_bytes(folder: Path) -> int:
+    total = 0
+    pending = [folder]
+    while pending:
+        try:
+            entries = list(os.scandir(pending.pop()))
+        except FileNotFoundError:
+            continue
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                pending.append(Path(entry.path))
+            else:
+                total += entry.stat(follow_symlinks=False).st_size
+    return total
+
+
+def _time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def show_status(
+    *,
+    home: HomeFlag = None,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print one JSON object.")] = False,
+) -> None:
+    """Show what this machine is in its swarm: key, ticket, weights on disk, and what runs."""
+    folder = settings.home_directory(home)
+    found: dict[str, object] = {"home": str(folder), "peer": None, "ticket": None, "running": None}
+    lines = [f"home     {folder}"]
+    try:
+        peer_id = identity.load(folder / identity.KEY_FILE).peer_id
+        found["peer"] = peer_id
+        lines.append(f"peer     {peer_id}")
+    except FileNotFoundError:
+        lines.append("peer     no key yet (made on the first start, or by kvasir-peer id)")
+    if (folder / settings.TICKET_FILE).exists():
+        try:
+            ticket = settings.load_ticket(folder)
+        except KvasirError as error:
+            lines.append(f"ticket   {error}")
+        else:
+            found["ticket"] = {
+                "swarm": ticket.swarm,
+                "bridge": ticket.bridge,
+                "relays": ticket.relays,
+                "roles": ticket.ordered_roles(),
+                "expires": ticket.expires,
+            }
+            over = "expired" if ticket.expires <= time.time() else "valid until"
+            lines.append(
+                f"ticket   swarm {ticket.swarm}, for {' or '.join(ticket.ordered_roles())}, "
+                f"{over} {_time(ticket.expires)}"
+            )
+            lines.append(f"bridge   {ticket.bridge}")
+            lines += [f"relay    {relay}" for relay in ticket.relays]
+    else:
+        lines.append("ticket   none (kvasir-peer join TICKET)")
+    held = _folder_bytes(folder / settings.STORE_FOLDER)
+    found["store_bytes"] = held
+    lines.append(f"weights  {held / 1e6:.1f} MB on disk")
+    role = running.find(folder)
+    if role is None:
+        lines.append("running  nothing")
+    else:
+        found["running"] = {name: getattr(role, name) for name in role.__slots__}
+        lines.append(f"running  {role.role} (process {role.pid}) since {_time(role.started)}")
+        if role.base_url:
+            lines.append(f"serves   {role.base_url}")
+        if role.text:
+            lines.append(f"last     {role.text} ({_time(role.changed)})")
+    print(json.dumps(found) if as_json else "\n".join(lines))
