@@ -1,0 +1,55 @@
+"""KV slots: who holds which, and which incarnation of it."""
+
+from __future__ import annotations
+
+from collections import deque
+
+
+class SlotTable:
+    """A fixed number of slots, each with a counter of incarnations.
+
+    The counter never goes back, so an answer about an older incarnation can always be told from a current one.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free: deque[int] = deque(range(count))
+        self._incarnations = [0] * count
+        self._holders: dict[int, int] = {}
+
+    @property
+    def count(self) -> int:
+        return len(self._incarnations)
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def can_acquire(self) -> bool:
+        return bool(self._free)
+
+    def acquire(self, request: int) -> tuple[int, int]:
+        """Give the request a slot; returns ``(slot, incarnation)``. Only when :meth:`can_acquire`."""
+        assert self._free, "no slot is free"
+        slot = self._free.popleft()
+        assert slot not in self._holders, "a free slot has no holder"
+        self._holders[slot] = request
+        return slot, self.renew(slot)
+
+    def renew(self, slot: int) -> int:
+        """Start another incarnation: everything computed under the former ones no longer counts."""
+        self._incarnations[slot] += 1
+        return self._incarnations[slot]
+
+    def release(self, slot: int, request: int) -> tuple[int, int]:
+        """Take the slot back; returns ``(slot, last incarnation)``."""
+        holder = self._holders.pop(slot)
+        assert holder == request, "only its holder gives a slot back"
+        self._free.append(slot)
+        return slot, self._incarnations[slot]
+
+    def holder(self, slot: int) -> int | None:
+        """Request id that holds the slot."""
+        return self._holders.get(slot)
+
+    def incarnation(self, slot: int) -> int:
+        return self._incarnations[slot]
