@@ -50,9 +50,7 @@ def test_a_template_refuses_messages_in_its_own_words() -> None:
         rendered("{{ messages[0].tool.name }}")
 
 
-@pytest.mark.parametrize(
-    "source", ["{% if %}", "{{ 'a' | nofilter }}", "{{" + "(" * 20_000, "{{ 'a' * 10 ** 12 }}"]
-)
+@pytest.mark.parametrize("source", ["{% if %}", "{{ 'a' | nofilter }}", "{{" + "(" * 20_000])
 def test_what_is_no_template_is_refused_at_once(source: str) -> None:
     with pytest.raises(ModelFileError, match=r"no valid one|too long"):
         ChatTemplate(source, seconds=0.4)
@@ -96,8 +94,8 @@ def test_time_memory_and_output_are_bounded(source: str) -> None:
 
 def test_a_template_that_was_stopped_can_be_asked_again() -> None:
     source = "{% if messages[0].content == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
-    template = ChatTemplate(source + "{% endfor %}{% endif %}fine", seconds=0.4)
-    with pytest.raises(ModelFileError, match="took more than 0.4 s"):
+    template = ChatTemplate(source + "{% endfor %}{% endif %}fine", seconds=1)
+    with pytest.raises(ModelFileError, match="took more than 1 s"):
         template.render([{"role": "user", "content": "loop"}])
     assert template.render(HELLO) == "fine"
     template.close()

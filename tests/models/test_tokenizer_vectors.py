@@ -26,7 +26,7 @@ SENTENCEPIECE = ["llama-spm", "phi-3"]
 RAW = ["gemma-4"]
 
 
-@functools.lru_cache(4)
+@functools.lru_cache(5)
 def opened(name: str) -> Tokenizer:
     with GgufFile.open(helpers_llama_cpp.vocabularies() / f"ggml-vocab-{name}.gguf") as file:
         return Tokenizer.from_gguf(file.metadata)
