@@ -278,15 +278,15 @@ class Scheduler:
         return True
 
     def on_lost(
-        self, now: float, kept: Sequence[int | None] | None = None, stages: Sequence[Line] | None = None
+        self, now: float, kept: Sequence[bool] | None = None, stages: Sequence[Line] | None = None
     ) -> dict[int, tuple[int, int]]:
         """Everything in flight is lost, and stages may have lost their KV caches with it.
 
         Args:
-            kept: for each stage of the plan that holds from now on, the index that the same peer had in the former
-                plan, if it still has the same layers and its cache; None for a stage that starts empty. Without
-                ``kept`` every stage starts empty.
-            stages: expected costs of the stages of that plan; may be left out when their number is the same.
+            kept: for each stage of the plan that holds from now on, whether the same peer has had the same layers
+                in the former plan and still has its cache. None: no cache is left.
+            stages: expected costs of the stages of that plan; may be left out when their number is the same,
+                or when the cost model has been told already.
 
         Returns:
             Per live request the positions ``(first, end)`` that were known to be computed and now will be
@@ -295,7 +295,7 @@ class Scheduler:
         if stages is not None:
             self._costs.expect(stages)
         if kept is None:
-            kept = [None] * self._costs.n_stages
+            kept = [False] * self._costs.n_stages
         if len(kept) != self._costs.n_stages:
             raise ValueError(f"{len(kept)} stages, but costs are expected for {self._costs.n_stages}")
         self._counts["losses"] += 1
@@ -307,7 +307,9 @@ class Scheduler:
         for live in self._live.values():
             computed = max(live.valid)
             newest = len(live.tokens) - 1  # its output is not known, so its row always goes again
-            self._restart(live, [0 if k is None else min(live.valid[k], newest) for k in kept], now)
+            # With another number of stages places have shifted: what the least of them had, each of them has.
+            known = live.valid if len(live.valid) == len(kept) else [min(live.valid)] * len(kept)
+            self._restart(live, [min(v, newest) if k else 0 for v, k in zip(known, kept, strict=True)], now)
             if live.sent < min(computed, newest):
                 replay[live.request.id] = (live.sent, min(computed, newest))
         return replay
@@ -333,11 +335,15 @@ class Scheduler:
         return not (self._queue or self._live or self._in_flight or self._released)
 
     def tokens_of(self, request_id: int) -> list[int]:
-        """Known tokens of a live request, prompt and answer."""
+        """Known tokens of a request with a slot, prompt and answer; KeyError for any other."""
         return list(self._live[request_id].tokens)
 
     def generated_of(self, request_id: int) -> int:
         """Tokens of a live request that were generated here."""
+        return self._live[request_id].generated
+
+    def generated_of(self, request_id: int) -> int:
+        """Generated tokens of a live request."""
         return self._live[request_id].generated
 
     # --- what goes out ------------------------------------------------------------------------------------
