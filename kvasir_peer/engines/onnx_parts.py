@@ -1,0 +1,368 @@
+"""The graphs between two attentions.
+
+Attention has no weights, and its rows fall into runs of different slots and lengths; everything between two
+attentions has weights and takes all rows alike. So a stack is cut there: *parts* hold the linears, each once, and
+run once per pass for all rows; attention runs once for each run of rows, on the cache. Layers with routed experts
+are cut once more, at the experts, so that those may be computed by somebody else.
+
+For layers ``a .. b-1``::
+
+    hidden -> [norm, q/k/v of a] -> attention a -> [output of a, feed-forward of a, norm, q/k/v of a+1] -> ...
+
+All values are two-dimensional, [n, width], n rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from kvasir_peer.engines import quants
+from kvasir_peer.engines.architectures import LayerShape, ModelShape
+from kvasir_peer.engines.base import Precision
+from kvasir_peer.engines.onnx_graph import Graph
+from kvasir_peer.engines.onnx_linear import Kernels, Linears, Matrix
+from kvasir_peer.models.sources import TensorSource
+
+F32 = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Port:
+    """A value that crosses the border of a part.
+
+    Attributes:
+        name: in the graph.
+        width: values per row.
+        dtype: of a value.
+    """
+
+    name: str
+    width: int
+    dtype: DTypeLike = np.float32
+
+
+@dataclass(eq=False)
+class Part:
+    """A graph with its borders.
+
+    Attributes:
+        graph: its nodes.
+        inputs: what it reads.
+        outputs: what it writes.
+    """
+
+    graph: Graph
+    inputs: list[Port] = field(default_factory=list)
+    outputs: list[Port] = field(default_factory=list)
+
+    def read(self, name: str, width: int) -> str:
+        """Declare an input [n, width]."""
+        self.inputs.append(Port(name, width))
+        return self.graph.input(name, ["n", width])
+
+    def write(self, value: str, name: str, width: int, dtype: DTypeLike = np.float32) -> None:
+        """Make a value an output [n, width]."""
+        self.outputs.append(Port(name, width, dtype))
+        self.graph.output(value, name, ["n", width], dtype)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How a layer's queries, keys and values lie in the buffers between part and attention.
+
+    Attributes:
+        packed: side by side in one buffer ``qkv``; else in three, ``q``, ``k`` and ``v``.
+        q: width of all queries.
+        k: width of all keys.
+        v: width of all values.
+    """
+
+    packed: bool
+    q: int
+    k: int
+    v: int
+
+
+class Parts:
+    """Makes the parts of a stack, one by one, so that raw weights need not all be in memory.
+
+    Args:
+        shape: the model.
+        source: its weights.
+        precision: of the linears.
+        kernels: what onnxruntime can do here.
+        taken: called with the name of each tensor that was read.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        source: TensorSource,
+        precision: Precision,
+        kernels: Kernels,
+        taken: Callable[[str], None],
+    ) -> None:
+        self._shape = shape
+        self._source = source
+        self._precision = precision
+        self._kernels = kernels
+        self._taken = taken
+
+    # ------------------------------------------------------------------------------------------ weights
+
+    def vector(self, name: str) -> F32:
+        """Return a small tensor as float32."""
+        info = self._source.tensors[name]
+        self._taken(name)
+        return quants.dequantize(self._source.read(name), info.type, info.shape)
+
+    def _matrix(self, name: str) -> Matrix:
+        info = self._source.tensors[name]
+        rows, columns = info.shape
+        self._taken(name)
+        return Matrix(name, self._source.read(name), info.type, rows, columns)
+
+    def _matrices(self, layer: LayerShape, stems: Iterable[str]) -> tuple[list[Matrix], list[F32 | None]]:
+        stems = list(stems)
+        matrices = [self._matrix(layer.name(f"{stem}.weight")) for stem in stems]
+        biases = [
+            self.vector(layer.name(f"{stem}.bias")) if layer.has(f"{stem}.bias") else None for stem in stems
+        ]
+        return matrices, biases
+
+    def heads(self, layer: LayerShape) -> Heads:
+        """Say how the layer's queries, keys and values lie."""
+        a = layer.attention
+        types = {(self._source.tensors[layer.name(f"attn_{stem}.weight")].type) for stem in ("q", "k", "v")}
+        packed = len(types) == 1 and a.key_length == a.value_length and not layer.has("attn_q_norm.weight")
+        return Heads(
+            packed, a.n_head * a.key_length, a.n_head_kv * a.key_length, a.n_head_kv * a.value_length
+        )
+
+    # -------------------------------------------------------------------------------------------- parts
+
+    def _part(self) -> tuple[Part, Linears]:
+        graph = Graph()
+        return Part(graph), Linears(graph, self._precision, self._kernels)
+
+    def entry(self, layer: LayerShape) -> Part:
+        """From the hidden state to the first attention: reads ``hidden``, writes q/k/v."""
+        part, linears = self._part()
+        hidden = part.read("hidden", self._shape.n_embd)
+        self._project(part, linears, layer, self._norm(part.graph, hidden, layer.name("attn_norm.weight")))
+        return part
+
+    def between(self, layer: LayerShape, following: LayerShape | None, tail: bool) -> list[Part]:
+        """From an attention to the next, or to the end of the stack.
+
+        Args:
+            layer: whose attention came before.
+            following: whose attention comes next, None at the end of the stack.
+            tail: whether the stack ends with logits.
+
+        Returns:
+            One part; two where the layer has routed experts: the first reads ``attention`` and ``hidden`` and
+            writes ``next`` (the hidden state without the experts), ``x``, ``ids`` and ``weights``; the second
+            reads ``hidden`` and ``routed``. The last writes ``next`` and q/k/v, or ``next`` at the end of a
+            stack, or ``logits`` at the tail.
+        """
+        part, linears = self._part()
+        hidden = part.read("hidden", self._shape.n_embd)
+        base, x = self._after_attention(part, linears, layer, hidden)
+        if layer.moe is None:
+            added = self._dense(part.graph, linears, layer, x)
+            self._leave(part, linears, base, added, following, tail)
+            return [part]
+        first = self._route(part, linears, layer, base, x)
+        second, linears = self._part()
+        hidden = second.read("hidden", self._shape.n_embd)
+        routed = second.read("routed", self._shape.n_embd)
+        self._leave(second, linears, hidden, self._scaled(second.graph, routed), following, tail)
+        return [first, second]
+
+    # -------------------------------------------------------------------------------------------- pieces
+
+    def _norm(self, g: Graph, x: str, name: str) -> str:
+        return g.op(
+            "SimplifiedLayerNormalization",
+            x,
+            g.weight(self.vector(name)),
+            axis=-1,
+            epsilon=self._shape.norm_eps,
+            stash_type=1,
+        )
+
+    def _add_norm(self, g: Graph, added: str, base: str, name: str) -> tuple[str, str]:
+        """Return the sum and its norm."""
+        normed, total = g.fresh("normed"), g.fresh("sum")
+        g.raw(
+            "SkipSimplifiedLayerNormalization",
+            [added, base, g.weight(self.vector(name))],
+            [normed, "", "", total],
+            microsoft=True,
+            epsilon=self._shape.norm_eps,
+        )
+        return total, normed
+
+    def _scaled(self, g: Graph, x: str) -> str:
+        scale = self._shape.residual_scale
+        return x if scale == 1.0 else g.op("Mul", x, g.constant(scale, np.float32))
+
+    def _project(self, part: Part, linears: Linears, layer: LayerShape, x: str) -> None:
+        """Add the projections to queries, keys and values."""
+        g = part.graph
+        heads = self.heads(layer)
+        matrices, biases = self._matrices(layer, ("attn_q", "attn_k", "attn_v"))
+        if heads.packed:
+            part.write(linears.packed(x, matrices, biases), "qkv", heads.q + heads.k + heads.v)
+            return
+        q, k, v = linears.each(x, matrices, biases)
+        if layer.has("attn_q_norm.weight"):
+            q = self._head_norm(g, q, layer, "attn_q_norm.weight", layer.attention.n_head)
+            k = self._head_norm(g, k, layer, "attn_k_norm.weight", layer.attention.n_head_kv)
+        part.write(q, "q", heads.q)
+        part.write(k, "k", heads.k)
+        part.write(v, "v", heads.v)
+
+    def _head_norm(self, g: Graph, x: str, layer: LayerShape, suffix: str, n_head: int) -> str:
+        """Norm queries or keys, over each head or over the whole projection, as the weight's length says."""
+        length = layer.attention.key_length
+        if self._source.tensors[layer.name(suffix)].shape[0] != length or n_head == 1:
+            return self._norm(g, x, layer.name(suffix))
+        apart = g.op("Reshape", x, g.constant([0, n_head, length], np.int64))
+        normed = self._norm(g, apart, layer.name(suffix))
+        return g.op("Reshape", normed, g.constant([0, n_head * length], np.int64))
+
+    def _after_attention(
+        self, part: Part, linears: Linears, layer: LayerShape, hidden: str
+    ) -> tuple[str, str]:
+        """Return the hidden state with attention added, and its norm for the feed-forward part."""
+        g = part.graph
+        a = layer.attention
+        attended = part.read("attention", a.n_head * a.value_length)
+        matrices, biases = self._matrices(layer, ("attn_output",))
+        added = linears.one(attended, matrices[0], biases[0])
+        if layer.attn_post_norm:
+            added = self._norm(g, added, layer.name(layer.attn_post_norm))
+        return self._add_norm(g, self._scaled(g, added), hidden, layer.name(layer.ffn_norm))
+
+    def _gated(self, g: Graph, gate: str, up: str, activation: str) -> str:
+        if activation == "silu":
+            # With alpha 1, x * sigmoid(alpha * x) is SiLU in one operator.
+            return g.op("Mul", g.op("QuickGelu", gate, microsoft=True, alpha=1.0), up)
+        return g.op("Mul", g.op("Gelu", gate, approximate="tanh"), up)
+
+    def _mlp(self, g: Graph, linears: Linears, layer: LayerShape, x: str, stems: Sequence[str]) -> str:
+        """Add gate, up and down, named by their stems."""
+        matrices, biases = self._matrices(layer, stems)
+        gate, up = linears.each(x, matrices[:2], biases[:2])
+        return linears.one(self._gated(g, gate, up, layer.activation), matrices[2], biases[2])
+
+    def _dense(self, g: Graph, linears: Linears, layer: LayerShape, x: str) -> str:
+        """Return what a dense feed-forward part adds to the hidden state."""
+        added = self._mlp(g, linears, layer, x, ("ffn_gate", "ffn_up", "ffn_down"))
+        if layer.ffn_post_norm:
+            added = self._norm(g, added, layer.name(layer.ffn_post_norm))
+        return self._scaled(g, added)
+
+    def _leave(
+        self,
+        part: Part,
+        linears: Linears,
+        base: str,
+        added: str,
+        following: LayerShape | None,
+        tail: bool,
+    ) -> None:
+        """End a part: add to the hidden state and go on to the next attention, or out of the stack."""
+        g = part.graph
+        if following is not None:
+            total, normed = self._add_norm(g, added, base, following.name("attn_norm.weight"))
+            self._project(part, linears, following, normed)
+            part.write(total, "next", self._shape.n_embd)
+        elif tail:
+            _, normed = self._add_norm(g, added, base, "output_norm.weight")
+            part.write(self._logits(g, linears, normed), "logits", self._shape.n_vocab)
+        else:
+            part.write(g.op("Add", added, base), "next", self._shape.n_embd)
+
+    def _logits(self, g: Graph, linears: Linears, x: str) -> str:
+        shape = self._shape
+        bias = self.vector("output.bias") if shape.has("output.bias") else None
+        logits = linears.one(x, self._matrix(shape.output_name), bias)
+        if shape.logit_scale != 1.0:
+            logits = g.op("Mul", logits, g.constant(shape.logit_scale, np.float32))
+        if shape.logit_softcap:
+            cap = g.constant(shape.logit_softcap, np.float32)
+            logits = g.op("Mul", g.op("Tanh", g.op("Div", logits, cap)), cap)
+        return logits
+
+    # -------------------------------------------------------------------------------------------- experts
+
+    def _route(self, part: Part, linears: Linears, layer: LayerShape, base: str, x: str) -> Part:
+        """Add router and shared expert; write what the experts need and what they are added to."""
+        g = part.graph
+        moe = layer.moe
+        assert moe is not None
+        matrices, biases = self._matrices(layer, ("ffn_gate_inp",))
+        ids, weights = self._choose(g, layer, linears.one(x, matrices[0], biases[0]))
+        if moe.shared_width:
+            base = g.op("Add", base, self._scaled(g, self._shared(g, linears, layer, x)))
+        part.write(base, "next", self._shape.n_embd)
+        part.write(x, "x", self._shape.n_embd)
+        part.write(g.op("Cast", ids, to=6), "ids", moe.n_used, np.int32)
+        part.write(weights, "weights", moe.n_used)
+        return part
+
+    def _shared(self, g: Graph, linears: Linears, layer: LayerShape, x: str) -> str:
+        out = self._mlp(g, linears, layer, x, ("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"))
+        name = layer.name("ffn_gate_inp_shexp.weight")
+        if layer.has("ffn_gate_inp_shexp.weight"):
+            gate = g.op("MatMul", x, g.weight(self.vector(name).reshape(-1, 1)))
+            out = g.op("Mul", out, g.op("Sigmoid", gate))
+        return out
+
+    def _choose(self, g: Graph, layer: LayerShape, logits: str) -> tuple[str, str]:
+        """Return the chosen experts, int64 [n, k], and their weights, [n, k]."""
+        moe = layer.moe
+        assert moe is not None
+        scores = {"softmax": "Softmax", "sigmoid": "Sigmoid", "softmax_chosen": ""}[moe.gating]
+        probabilities = g.op(scores, logits) if scores else logits
+        selection = probabilities
+        if layer.has("exp_probs_b.bias"):
+            selection = g.op("Add", selection, g.weight(self.vector(layer.name("exp_probs_b.bias"))))
+        if moe.n_group > 1 and moe.n_group_used < moe.n_group:
+            selection = self._best_groups(g, selection, moe.n_expert, moe.n_group, moe.n_group_used)
+        k = g.constant([moe.n_used], np.int64)
+        weights, ids = g.ops("TopK", 2, selection, k, axis=-1, largest=1, sorted=1)
+        if selection != probabilities:
+            weights = g.op("GatherElements", probabilities, ids, axis=1)
+        if moe.gating == "softmax_chosen":
+            weights = g.op("Softmax", weights)
+        if moe.renormalise:
+            total = g.op("ReduceSum", weights, g.constant([1], np.int64), keepdims=1)
+            # llama.cpp's bound: the smallest normal number of float16.
+            least = g.constant(6.103515625e-5, np.float32)
+            weights = g.op("Div", weights, g.op("Max", total, least))
+        if moe.scale != 1.0:
+            weights = g.op("Mul", weights, g.constant(moe.scale, np.float32))
+        return ids, weights
+
+    def _best_groups(self, g: Graph, selection: str, n_expert: int, n_group: int, n_used: int) -> str:
+        """Put experts outside the best groups out of the running; a group counts by its two best experts."""
+        size = n_expert // n_group
+        grouped = g.op("Reshape", selection, g.constant([0, n_group, size], np.int64))
+        best, _ = g.ops("TopK", 2, grouped, g.constant([2], np.int64), axis=-1, largest=1, sorted=1)
+        sums = g.op("ReduceSum", best, g.constant([2], np.int64), keepdims=0)
+        chosen, which = g.ops("TopK", 2, sums, g.constant([n_used], np.int64), axis=-1, largest=1, sorted=1)
+        # 0 for the chosen groups and minus infinity for the others.
+        others = g.op("Mul", sums, g.constant(0.0, np.float32))
+        others = g.op("Add", others, g.constant(-np.inf, np.float32))
+        zeros = g.op("Mul", chosen, g.constant(0.0, np.float32))
+        mask = g.op("ScatterElements", others, which, zeros, axis=1)
+        masked = g.op("Add", grouped, g.op("Unsqueeze", mask, g.constant([2], np.int64)))
+        return g.op("Reshape", masked, g.constant([0, n_expert], np.int64))

@@ -1,0 +1,326 @@
+"""A stack of layers in onnxruntime."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvasir_peer.engines import quants
+from kvasir_peer.engines.architectures import LayerShape, ModelShape
+from kvasir_peer.engines.base import (
+    ExpertBank,
+    ExpertWork,
+    LayerStack,
+    MemoryEstimate,
+    Rows,
+    StackSpec,
+    Steps,
+)
+from kvasir_peer.engines.onnx_attention import Attentions
+from kvasir_peer.engines.onnx_graph import Bound, Runtime, Session
+from kvasir_peer.engines.onnx_linear import Kernels
+from kvasir_peer.engines.onnx_parts import Part, Parts, Port
+from kvasir_peer.engines.rope import RopeTable
+from kvasir_peer.errors import EngineError
+from kvasir_peer.models.sources import TensorSource
+
+F32 = NDArray[np.float32]
+Array = NDArray[Any]
+
+# Numbers of rows whose bindings are kept; each costs a few kilobytes per layer.
+_KEPT_WIDTHS = 32
+
+
+@dataclass(frozen=True)
+class StackStatistics:
+    """What a stack has done since it was loaded.
+
+    Attributes:
+        passes: calls of forward or steps.
+        rows: rows of all passes.
+        part_runs: runs of parts; each part (and so each linear in it) runs once per pass.
+        attention_calls: calls of attention, one per run of rows and layer.
+    """
+
+    passes: int
+    rows: int
+    part_runs: int
+    attention_calls: int
+
+
+@dataclass(eq=False)
+class _LoadedPart:
+    session: Session
+    inputs: list[Port]
+    outputs: list[Port]
+
+
+@dataclass(eq=False)
+class _Bindings:
+    """Parts tied to buffers, for one number of rows."""
+
+    parts: list[Bound]
+    hidden: F32  # what the first part reads
+    final: F32  # where the last hidden state of the body stands
+    attention: F32  # result of the last attention
+    values: dict[str, Array]
+
+    @property
+    def routed(self) -> F32:
+        return self.values["routed"]
+
+    def work(self, layer: LayerShape) -> ExpertWork:
+        values = self.values
+        return ExpertWork(layer.index, values["x"], values["ids"], values["weights"])
+
+
+class OnnxStack(LayerStack):
+    """Layers [first, end) as parts, attentions and a bank of experts.
+
+    Args:
+        shape: the model.
+        source: the weights.
+        spec: which layers, how many slots.
+        memory: what was estimated.
+        kernels: what onnxruntime can do here.
+        bank: experts of these layers, or None where there are none.
+        progress: called with the bytes of each tensor that was taken in.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        source: TensorSource,
+        spec: StackSpec,
+        *,
+        memory: MemoryEstimate,
+        kernels: Kernels,
+        bank: ExpertBank | None,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.shape = shape
+        self.spec = spec
+        self._memory = memory
+        self._bank = bank
+        self._head = spec.first == 0
+        self._tail = spec.end == shape.n_layer
+        self._passes = 0
+        self._rows = 0
+        self._part_runs = 0
+        self._runtime = Runtime.of(spec.threads, spec.device)
+        self._load(source, kernels, progress)
+        layers = shape.layers[spec.first : spec.end]
+        attention = layers[-1].attention
+        self._attended = attention.n_head * attention.value_length
+        # Parts after the last attention; their rows are others at the tail, where only some want an output.
+        self._n_last = 1 if layers[-1].moe is None else 2
+        self._buffers = self._allocate(self._parts[: -self._n_last])
+        self._last_buffers = self._allocate(self._parts[-self._n_last :])
+        self._attentions.use(self._buffers)
+        self._bodies: OrderedDict[int, _Bindings] = OrderedDict()
+        self._lasts: OrderedDict[int, _Bindings] = OrderedDict()
+
+    # ------------------------------------------------------------------------------------------ loading
+
+    def _load(self, source: TensorSource, kernels: Kernels, progress: Callable[[str], None]) -> None:
+        shape, spec = self.shape, self.spec
+        maker = Parts(shape, source, spec.precision, kernels, progress)
+        self._embedding: NDArray[Any] | None = None
+        if self._head:
+            info = source.tensors["token_embd.weight"]
+            raw = np.array(source.read("token_embd.weight"))
+            self._embedding = raw.reshape(info.shape[0], -1)
+            self._embedding_type = info.type
+            progress("token_embd.weight")
+        factors = maker.vector("rope_freqs.weight") if shape.has("rope_freqs.weight") else None
+        self._attentions = Attentions(spec.n_slots, spec.context_length, spec.max_rows, self._runtime)
+        layers = shape.layers[spec.first : spec.end]
+        for layer in layers:
+            sinks = maker.vector(layer.name("attn_sinks.weight")) if layer.has("attn_sinks.weight") else None
+            table = RopeTable(layer.attention.rope, factors)
+            self._attentions.add(layer.attention, maker.heads(layer), table, sinks)
+        self._parts: list[_LoadedPart] = []
+        self._take(maker.entry(layers[0]))
+        for layer, following in zip(layers, (*layers[1:], None), strict=True):
+            for part in maker.between(layer, following, self._tail):
+                self._take(part)
+
+    def _take(self, part: Part) -> None:
+        self._parts.append(_LoadedPart(part.graph.session(self._runtime), part.inputs, part.outputs))
+
+    def _allocate(self, parts: list[_LoadedPart]) -> dict[str, Array]:
+        """Make one flat buffer for each value that crosses a border, wide enough for all parts."""
+        widths: dict[str, tuple[int, Any]] = {
+            "hidden": (self.shape.n_embd, np.float32),
+            "attention": (self._attended, np.float32),
+        }
+        for part in parts:
+            for port in (*part.inputs, *part.outputs):
+                if port.name not in ("logits", "next"):
+                    width, _ = widths.get(port.name, (0, None))
+                    widths[port.name] = (max(width, port.width), port.dtype)
+        rows = self.spec.max_rows
+        buffers: dict[str, Array] = {
+            name: np.zeros(rows * width, dtype) for name, (width, dtype) in widths.items()
+        }
+        # The hidden state goes back and forth between two buffers, since a part reads one and writes the other.
+        buffers["next"] = np.zeros_like(buffers["hidden"])
+        return buffers
+
+    # ------------------------------------------------------------------------------------------ running
+
+    def forward(self, rows: Rows, hidden: F32 | None) -> F32:
+        steps = self.steps(rows, hidden)
+        try:
+            work = next(steps)
+            while True:
+                assert self._bank is not None
+                work = steps.send(self._bank.compute(work.layer, work.x, work.ids, work.weights))
+        except StopIteration as stop:
+            return stop.value
+
+    def steps(self, rows: Rows, hidden: F32 | None) -> Steps:
+        self._check(rows, hidden)
+        n = len(rows)
+        self._passes += 1
+        self._rows += n
+        bindings = self._body(n)
+        if hidden is None:
+            self._embed(rows.tokens, bindings.hidden)
+        else:
+            np.copyto(bindings.hidden, hidden)
+        attentions = self._attentions
+        prepared = attentions.prepare(rows)
+        body = iter(bindings.parts)
+        next(body)()
+        layers = self.shape.layers[self.spec.first : self.spec.end]
+        for index, layer in enumerate(layers[:-1]):
+            attentions.layer(index, prepared)
+            next(body)()
+            if layer.moe is not None:
+                np.copyto(bindings.routed, (yield bindings.work(layer)))
+                next(body)()
+        attentions.layer(len(layers) - 1, prepared)
+        return (yield from self._finish(rows, bindings))
+
+    def _finish(self, rows: Rows, body: _Bindings) -> Steps:
+        """Run what comes after the last attention; at the tail only for the rows that want an output."""
+        wanted = np.flatnonzero(rows.wants_output) if self._tail else None
+        n = len(rows) if wanted is None else len(wanted)
+        self._part_runs += len(body.parts) + (self._n_last if n else 0)
+        width = self.shape.n_vocab if self._tail else self.shape.n_embd
+        result = np.empty((n, width), np.float32)
+        if n == 0:
+            return result
+        last = self._last(n)
+        if wanted is None:
+            np.copyto(last.hidden, body.final)
+            np.copyto(last.attention, body.attention)
+        else:
+            np.take(body.final, wanted, axis=0, out=last.hidden)
+            np.take(body.attention, wanted, axis=0, out=last.attention)
+        last.parts[-1].output("logits" if self._tail else "next", result)
+        last.parts[0]()
+        if len(last.parts) > 1:
+            np.copyto(last.routed, (yield last.work(self.shape.layers[self.spec.end - 1])))
+            last.parts[1]()
+        return result
+
+    def _check(self, rows: Rows, hidden: F32 | None) -> None:
+        rows.check(self.spec, self.shape.n_vocab if self._head else 0)
+        if self._head != (hidden is None):
+            raise EngineError("the head takes tokens, every other stage takes hidden states")
+        if hidden is not None and (
+            hidden.shape != (len(rows), self.shape.n_embd) or hidden.dtype != np.float32
+        ):
+            raise EngineError(
+                f"hidden states are {hidden.dtype} {hidden.shape}; expected float32 "
+                f"{(len(rows), self.shape.n_embd)}"
+            )
+
+    def _embed(self, tokens: NDArray[np.int32], out: F32) -> None:
+        assert self._embedding is not None
+        rows = quants.dequantize(self._embedding[tokens], self._embedding_type, out.shape, threads=1)
+        np.multiply(rows, np.float32(self.shape.embedding_scale), out=out)
+
+    # ------------------------------------------------------------------------------------------ bindings
+
+    def _body(self, n: int) -> _Bindings:
+        """Tie all parts before the last attention to the buffers, for n rows."""
+        found = self._bodies.get(n)
+        if found is None:
+            found = self._bodies[n] = self._bind(self._parts[: -self._n_last], n, self._buffers)
+            if len(self._bodies) > _KEPT_WIDTHS:
+                self._bodies.popitem(last=False)
+        self._bodies.move_to_end(n)
+        return found
+
+    def _last(self, n: int) -> _Bindings:
+        """Tie the parts after the last attention to buffers of their own, for n rows."""
+        found = self._lasts.get(n)
+        if found is None:
+            found = self._lasts[n] = self._bind(self._parts[-self._n_last :], n, self._last_buffers)
+            if len(self._lasts) > _KEPT_WIDTHS:
+                self._lasts.popitem(last=False)
+        self._lasts.move_to_end(n)
+        return found
+
+    def _bind(self, parts: list[_LoadedPart], n: int, buffers: dict[str, Array]) -> _Bindings:
+        def view(name: str, port: Port) -> Array:
+            return buffers[name][: n * port.width].reshape(n, port.width)
+
+        read, write = "hidden", "next"
+        hidden = Port("hidden", self.shape.n_embd)
+        bound = []
+        for part in parts:
+            inputs = {p.name: view(read if p.name == "hidden" else p.name, p) for p in part.inputs}
+            outputs = {
+                p.name: view(write if p.name == "next" else p.name, p)
+                for p in part.outputs
+                if p.name in buffers
+            }
+            bound.append(part.session.bind(inputs, outputs))
+            if "next" in outputs:
+                read, write = write, read
+        attended = self._attended
+        views: dict[str, Array] = {
+            port.name: view(port.name, port)
+            for part in parts
+            for port in (*part.inputs, *part.outputs)
+            if port.name in buffers
+        }
+        return _Bindings(
+            parts=bound,
+            hidden=view("hidden", hidden),
+            final=view(read, hidden),
+            attention=view("attention", Port("attention", attended)),
+            values=views,
+        )
+
+    # ------------------------------------------------------------------------------------------ the rest
+
+    def memory(self) -> MemoryEstimate:
+        return self._memory
+
+    def local_bank(self) -> ExpertBank | None:
+        return self._bank
+
+    def statistics(self) -> StackStatistics:
+        """Return what has been done so far."""
+        return StackStatistics(self._passes, self._rows, self._part_runs, self._attentions.calls)
+
+    def close(self) -> None:
+        if self._bank is not None:
+            self._bank.close()
+        self._bodies.clear()
+        self._lasts.clear()
+        self._parts.clear()
+        self._buffers.clear()
+        self._last_buffers.clear()
+        self._attentions.close()
+        self._embedding = None
