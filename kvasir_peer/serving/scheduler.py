@@ -342,10 +342,6 @@ class Scheduler:
         """Tokens of a live request that were generated here."""
         return self._live[request_id].generated
 
-    def generated_of(self, request_id: int) -> int:
-        """Generated tokens of a live request."""
-        return self._live[request_id].generated
-
     # --- what goes out ------------------------------------------------------------------------------------
 
     def next_batch(self, now: float, head_backlog: int = 0) -> Batch | None:
