@@ -1,0 +1,192 @@
+"""The torch engine's front door: stacks, banks, and what they take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kvasir_peer.engines.architectures import (
+    LAYER_TENSORS,
+    MODEL_TENSORS,
+    LayerShape,
+    ModelShape,
+    parse,
+)
+from kvasir_peer.engines.base import (
+    ExpertBank,
+    ExpertRange,
+    LayerStack,
+    MemoryEstimate,
+    Precision,
+    Progress,
+    StackSpec,
+)
+from kvasir_peer.engines.torch_experts import Experts, TorchExpertBank, by_layer
+from kvasir_peer.engines.torch_stack import TorchStack
+from kvasir_peer.engines.torch_weights import (
+    PIECE_WEIGHTS,
+    Loader,
+    TorchOptions,
+    float_bytes,
+    matrix_bytes,
+    options_for,
+)
+from kvasir_peer.models.gguf import TensorInfo
+from kvasir_peer.models.sources import TensorSource
+
+
+def make_stack(
+    source: TensorSource,
+    spec: StackSpec,
+    progress: Progress | None = None,
+    options: TorchOptions | None = None,
+) -> LayerStack:
+    """Load layers; see :func:`kvasir_peer.engines.base.create_stack`.
+
+    Args:
+        source: of the weights.
+        spec: which layers, how many slots.
+        progress: called with bytes loaded and bytes in all.
+        options: how to use the device; None takes what is best for it.
+    """
+    options = options or options_for(spec.device, spec.precision)
+    shape = parse(source.metadata, source.tensors)
+    names = shape.stage_tensors(spec.first, spec.end)
+    _use_threads(spec.threads)
+    total = sum(source.tensors[name].n_bytes for name in names)
+    loader = Loader(source, options, total, progress)
+    stack = TorchStack(shape, spec, options, loader, _stack_memory(shape, source.tensors, spec, options))
+    source.release()
+    return stack
+
+
+def make_bank(
+    source: TensorSource,
+    ranges: tuple[ExpertRange, ...],
+    *,
+    max_rows: int,
+    threads: int,
+    device: str,
+    precision: Precision,
+    options: TorchOptions | None = None,
+) -> ExpertBank:
+    """Load experts; see :func:`kvasir_peer.engines.base.create_bank`."""
+    options = options or options_for(device, precision)
+    shape = parse(source.metadata, source.tensors)
+    layers = by_layer(shape, ranges)
+    _use_threads(threads)
+    estimate = _bank_memory(shape, source.tensors, layers, max_rows, options)
+    loader = Loader(source, options, 0, None)
+    experts = {layer: Experts(shape.layers[layer], held, loader, options) for layer, held in layers.items()}
+    source.release()
+    return TorchExpertBank(shape, ranges, experts, estimate, options, max_rows)
+
+
+def estimate_stack(
+    metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo], spec: StackSpec
+) -> MemoryEstimate:
+    """Say what :func:`make_stack` takes."""
+    return _stack_memory(parse(metadata, tensors), tensors, spec, options_for(spec.device, spec.precision))
+
+
+def estimate_bank(
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    ranges: tuple[ExpertRange, ...],
+    *,
+    max_rows: int,
+    device: str,
+    precision: Precision,
+) -> MemoryEstimate:
+    """Say what :func:`make_bank` takes."""
+    shape = parse(metadata, tensors)
+    options = options_for(device, precision)
+    return _bank_memory(shape, tensors, by_layer(shape, ranges), max_rows, options)
+
+
+def _use_threads(threads: int) -> None:
+    if threads:
+        torch.set_num_threads(threads)
+
+
+# Matrices that are held as float32 whatever the options say: routers, and biases of experts.
+_FLOAT32 = frozenset(
+    name
+    for name, symbols in (*MODEL_TENSORS.items(), *LAYER_TENSORS.items())
+    if len(symbols) == 1 or "gate_inp" in name or name.endswith("_exps.bias")
+)
+# Taken apart into two when it is loaded, so held as floats.
+_FLOATS = frozenset(["attn_kv_b.weight"])
+
+
+def _weight_bytes(info: TensorInfo, key: str, options: TorchOptions) -> int:
+    if key in _FLOAT32:
+        return float_bytes(info, torch.float32)
+    if key in _FLOATS:
+        return float_bytes(info, options.dtype)
+    return matrix_bytes(info, options)
+
+
+def _stack_memory(
+    shape: ModelShape, tensors: Mapping[str, TensorInfo], spec: StackSpec, options: TorchOptions
+) -> MemoryEstimate:
+    weights = 0
+    tail = spec.end == shape.n_layer
+    for name in shape.stage_tensors(spec.first, spec.end):
+        info = tensors[name]
+        if name == "token_embd.weight" and not (shape.tied and tail):
+            weights += info.n_bytes  # rows are taken apart as they are asked for
+        else:
+            key = name if name in MODEL_TENSORS else name.split(".", 2)[2]
+            weights += _weight_bytes(info, key, options)
+    layers = shape.layers[spec.first : spec.end]
+    positions = spec.n_slots * spec.context_length
+    kv = sum(sum(layer.attention.cache_widths) for layer in layers) * positions * options.dtype.itemsize
+    return MemoryEstimate(weights, kv, _stack_workspace(shape, spec, options, tail))
+
+
+def _stack_workspace(shape: ModelShape, spec: StackSpec, options: TorchOptions, tail: bool) -> int:
+    """The largest scratch space of a pass: a layer's activations, or the logits."""
+    n = spec.max_rows
+    layers = shape.layers[spec.first : spec.end]
+    widest = max(_layer_floats(shape, layer, n, spec.context_length) for layer in layers)
+    logits = 2 * n * shape.n_vocab if tail else 0
+    return 4 * max(widest, logits) + _piece_bytes(options)
+
+
+def _layer_floats(shape: ModelShape, layer: LayerShape, n: int, context: int) -> int:
+    attention = layer.attention
+    heads = attention.n_head * (attention.key_length + attention.value_length) * 3
+    ff = 4 * layer.n_ff
+    if layer.moe is not None:
+        moe = layer.moe
+        ff = moe.n_used * (2 * shape.n_embd + 4 * moe.width) + 4 * moe.shared_width
+    return n * (4 * shape.n_embd + max(heads, ff))
+
+
+def _piece_bytes(options: TorchOptions) -> int:
+    """Weights that are being taken apart: codes, products, and the result."""
+    return PIECE_WEIGHTS * (5 + options.dtype.itemsize) if options.keep_bytes else 0
+
+
+def _bank_memory(
+    shape: ModelShape,
+    tensors: Mapping[str, TensorInfo],
+    layers: Mapping[int, list[tuple[int, int]]],
+    max_rows: int,
+    options: TorchOptions,
+) -> MemoryEstimate:
+    weights = workspace = 0
+    for index, held in layers.items():
+        layer = shape.layers[index]
+        moe = layer.moe
+        assert moe is not None
+        count = sum(hi - lo for lo, hi in held)
+        for name in shape.expert_tensors(index):
+            whole = _weight_bytes(tensors[name], name.split(".", 2)[2], options)
+            weights += whole * count // moe.n_expert
+        floats = max_rows * moe.n_used * (2 * shape.n_embd + 4 * moe.width)
+        workspace = max(workspace, 4 * floats + _piece_bytes(options))
+    return MemoryEstimate(weights, 0, workspace)
