@@ -8,6 +8,7 @@ out of order, or computed on another request's cache changes the tokens that fol
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -219,7 +220,7 @@ class Ring:
         assert statistics.in_flight <= self.widths.max_in_flight
         assert statistics.live <= self.widths.max_requests
         closed: set[int] = set()
-        for before, row in zip(batch.rows, batch.rows[1:], strict=False):
+        for before, row in itertools.pairwise(batch.rows):
             if row.request == before.request:
                 assert row.position == before.position + 1 and row.slot == before.slot
             else:
