@@ -1,0 +1,433 @@
+"""One peer's place on the network: links and HTTP to other peers, through relays or directly.
+
+This is the narrow interface above which nothing knows libp2p.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import httpx
+import trio
+
+from kvasir_peer.errors import KvasirError, LinkError, RefusedError, UsageError
+from kvasir_peer.net import circuit, http, maddr
+from kvasir_peer.net.connection import Connection, ConnectionStatistics
+from kvasir_peer.net.host import Host, HostLimits, HostStatistics, new_host
+from kvasir_peer.net.link import DEFAULT_MAX_FRAME_BYTES, Link, LinkStatistics
+from kvasir_peer.net.relays import RelayStatistics, RelaySupervisor
+from kvasir_peer.net.yamux import MuxedStream
+
+logger = logging.getLogger(__name__)
+
+CONNECT_S = 25.0  # to reach a peer over all its addresses
+OPEN_S = 15.0  # to open a stream on a connection that exists
+ATTEMPT_DELAY_S = 0.3  # head start of an address over the next one
+
+Accept = Callable[[str], bool | str]
+LinkHandler = Callable[[Link], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class PeerEvent:
+    """Something happened to a peer.
+
+    Attributes:
+        peer: its peer id.
+        state: ``connected`` (the first connection), ``path`` (a better or worse one), ``gone`` (the last one ended).
+        path: ``direct`` or ``relayed``; the last one when it is gone.
+        reason: why it is gone.
+    """
+
+    peer: str
+    state: str
+    path: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class NodeStatistics:
+    """State of a node.
+
+    Attributes:
+        peer: our peer id.
+        addresses: where others reach us.
+        host: connections and handshakes.
+        relays: by supervisor.
+        connections: open ones.
+        links: open ones.
+        refused: links turned away, by protocol.
+    """
+
+    peer: str
+    addresses: tuple[str, ...]
+    host: HostStatistics
+    relays: tuple[RelayStatistics, ...]
+    connections: tuple[ConnectionStatistics, ...]
+    links: tuple[LinkStatistics, ...]
+    refused: dict[str, int]
+
+
+class Node:
+    """Use :meth:`open`.
+
+    Attributes:
+        peer_id: ours.
+        direct: whether direct connections between peers are used where they work.
+    """
+
+    def __init__(self, host: Host, relays: Sequence[maddr.Address], direct: bool) -> None:
+        self.host = host
+        self.peer_id = host.peer_id
+        self.direct = direct
+        self._links: set[Link] = set()
+        self._refused: dict[str, int] = {}
+        self._known: dict[str, tuple[maddr.Address, ...]] = {}
+        self._dialling: dict[str, trio.Event] = {}
+        self._callbacks: list[Callable[[PeerEvent], None]] = []
+        self._changed = trio.Event()
+        self._supervisors = {
+            address.peer: RelaySupervisor(host, address, self._relays_changed) for address in relays
+        }
+        circuit.CircuitListener(host, self._is_relay)
+        host.on_connection.append(self._connected)
+        host.on_gone.append(self._gone)
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls,
+        private_key: bytes,
+        *,
+        relays: Iterable[str] = (),
+        listen: Iterable[str] = (),
+        direct: bool = True,
+        limits: HostLimits | None = None,
+    ) -> AsyncIterator[Node]:
+        """A node that runs until the end of the block.
+
+        Args:
+            private_key: Ed25519 seed, 32 bytes.
+            relays: addresses with peer id; each is held by a supervisor.
+            listen: transport addresses for direct connections (``/ip4/0.0.0.0/tcp/0``).
+            direct: False: nothing is listened on and every peer is reached through circuits alone.
+            limits: what strangers may take.
+
+        Raises:
+            UsageError: an address makes no sense.
+            OSError: a port is taken.
+        """
+        parsed = [maddr.parse(text) for text in relays]
+        for address in parsed:
+            if address.through is not None:
+                raise UsageError(f"{address} is an address behind a relay; name the relay itself")
+        host = new_host(private_key, listen=tuple(listen) if direct else (), limits=limits)
+        node = cls(host, parsed, direct)
+        async with host.running():
+            for supervisor in node._supervisors.values():
+                host.nursery.start_soon(supervisor.run)
+            try:
+                yield node
+            finally:
+                for link in list(node._links):
+                    link.close()
+
+    # --- relays and addresses --------------------------------------------------------------------------------
+
+    def add_relay(self, address: str) -> None:
+        """Hold a place at one more relay, unless we do already. Raises UsageError."""
+        parsed = maddr.parse(address)
+        if parsed.through is not None:
+            raise UsageError(f"{address} is an address behind a relay; name the relay itself")
+        if parsed.peer not in self._supervisors:
+            supervisor = RelaySupervisor(self.host, parsed, self._relays_changed)
+            self._supervisors[parsed.peer] = supervisor
+            self.host.nursery.start_soon(supervisor.run)
+
+    def addresses(self) -> list[str]:
+        """Where others reach us: through relays at which a place is held and a dial to ourselves worked, and directly."""
+        through = [text for supervisor in self._supervisors.values() for text in supervisor.addresses]
+        return through + [f"{text}/p2p/{self.peer_id}" for text in self.host.listening]
+
+    async def relays_ready(self, timeout: float = 30.0, *, count: int | None = None) -> None:
+        """Wait until ``count`` relays (default: all) hold a place for us. Raises LinkError with the reason.
+
+        Args:
+            timeout: seconds.
+        """
+        wanted = len(self._supervisors) if count is None else count
+        with trio.move_on_after(timeout):
+            while sum(s.reserved.is_set() for s in self._supervisors.values()) < wanted:
+                await self._changed.wait()
+            return
+        missing = [s.statistics() for s in self._supervisors.values() if not s.reserved.is_set()]
+        reasons = "; ".join(f"{s.relay} at {s.address}: {s.last_error or s.state}" for s in missing)
+        raise LinkError(
+            f"no place at {len(missing)} of {len(self._supervisors)} relays after {timeout:.0f} s: {reasons}"
+        )
+
+    def _relays_changed(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+        self.host.advertised = self.addresses()
+
+    def _is_relay(self, peer: str) -> bool:
+        supervisor = self._supervisors.get(peer)
+        return supervisor is not None and supervisor.asking
+
+    # --- peers -----------------------------------------------------------------------------------------------
+
+    def on_peer(self, callback: Callable[[PeerEvent], None]) -> None:
+        """Be told about peers that come, go, or change their path."""
+        self._callbacks.append(callback)
+
+    def peers(self) -> dict[str, str]:
+        """Connected peers (relays left out) and the path to each: ``direct`` or ``relayed``."""
+        return {
+            peer: self.host.connections(peer)[0].path
+            for peer in self.host.peers
+            if peer not in self._supervisors
+        }
+
+    def _connected(self, connection: Connection) -> None:
+        peer = connection.remote_peer
+        if peer not in self._supervisors:
+            others = [c for c in self.host.connections(peer) if c is not connection]
+            if not others:
+                self._tell(PeerEvent(peer, "connected", connection.path))
+            elif others[0].path != connection.path:
+                self._tell(PeerEvent(peer, "path", self.host.connections(peer)[0].path))
+
+    def _gone(self, connection: Connection, reason: str) -> None:
+        peer = connection.remote_peer
+        if peer not in self._supervisors:
+            left = self.host.connections(peer)
+            if not left:
+                self._tell(PeerEvent(peer, "gone", connection.path, reason))
+            elif left[0].path != connection.path:
+                self._tell(PeerEvent(peer, "path", left[0].path, reason))
+
+    def _tell(self, event: PeerEvent) -> None:
+        for callback in self._callbacks:
+            callback(event)
+
+    async def connect(self, peer_id: str, addresses: Iterable[str] = ()) -> None:
+        """Make sure that there is a connection to a peer. Raises LinkError with what was tried, UsageError.
+
+        Args:
+            addresses: where it may be; addresses used before and our own relays are tried as well.
+        """
+        await self._connection(peer_id, addresses)
+
+    def _usable(self, peer: str) -> Connection | None:
+        for connection in self.host.connections(peer):
+            if self.direct or connection.path == "relayed" or peer in self._supervisors:
+                return connection
+        return None
+
+    async def _connection(self, peer: str, addresses: Iterable[str]) -> Connection:
+        given = tuple(maddr.parse(text) for text in addresses)
+        for address in given:
+            if (address.through or address.peer) != peer:
+                raise UsageError(f"the address {address} does not lead to {peer}")
+        if peer == self.peer_id:
+            raise LinkError("that is this peer itself", peer=peer)
+        while True:
+            connection = self._usable(peer)
+            if connection is not None:
+                return connection
+            under_way = self._dialling.get(peer)
+            if under_way is None:
+                break
+            await under_way.wait()
+        done = self._dialling[peer] = trio.Event()
+        try:
+            return await self._reach(peer, given)
+        finally:
+            del self._dialling[peer]
+            done.set()
+
+    async def _reach(self, peer: str, given: tuple[maddr.Address, ...]) -> Connection:
+        candidates = dict.fromkeys((*given, *self._known.get(peer, ())))
+        for supervisor in self._supervisors.values():
+            first = supervisor.address
+            candidates[
+                maddr.Address(first.host, first.port, first.secure, first.websocket, first.peer, peer)
+            ] = None
+        # One way to each relay is enough.
+        ways: dict[tuple[str, bool], maddr.Address] = {}
+        for address in candidates:
+            if address.through is not None:
+                ways.setdefault((address.peer, True), address)
+            elif self.direct or peer in self._supervisors:
+                ways.setdefault((str(address), False), address)
+        ordered = sorted(
+            ways.values(), key=lambda a: (a.through is not None, a.peer not in self._supervisors)
+        )
+        if not ordered:
+            raise LinkError(f"no address of {peer} is known, and no relay is held", peer=peer)
+        failures: list[str] = []
+        winners: list[Connection] = []
+        with trio.move_on_after(CONNECT_S):
+            async with trio.open_nursery() as nursery:
+                for address in ordered:
+                    failed = trio.Event()
+                    nursery.start_soon(
+                        self._attempt, address, peer, winners, failures, failed, nursery.cancel_scope
+                    )
+                    with trio.move_on_after(ATTEMPT_DELAY_S):
+                        await failed.wait()
+        if not winners:
+            tried = "; ".join(failures) or f"no answer in {CONNECT_S:.0f} s"
+            raise LinkError(f"cannot reach {peer}: {tried}", peer=peer)
+        if given:
+            self._known[peer] = given
+        return winners[0]
+
+    async def _attempt(
+        self,
+        address: maddr.Address,
+        peer: str,
+        winners: list[Connection],
+        failures: list[str],
+        failed: trio.Event,
+        scope: trio.CancelScope,
+    ) -> None:
+        try:
+            if address.through is None:
+                connection = await self.host.dial(address)
+            else:
+                relay = await self._relay_connection(address)
+                connection = await circuit.connect(self.host, relay, peer)
+        except (KvasirError, OSError) as error:
+            failures.append(str(error))
+            failed.set()
+        else:
+            winners.append(connection)
+            scope.cancel()
+
+    async def _relay_connection(self, address: maddr.Address) -> Connection:
+        for connection in self.host.connections(address.peer):
+            if connection.path == "direct":
+                return connection
+        key = f"relay {address.peer}"
+        under_way = self._dialling.get(key)
+        if under_way is not None:
+            await under_way.wait()
+            return await self._relay_connection(address)
+        done = self._dialling[key] = trio.Event()
+        try:
+            return await self.host.dial(address)
+        finally:
+            del self._dialling[key]
+            done.set()
+
+    # --- links -----------------------------------------------------------------------------------------------
+
+    async def open_link(
+        self,
+        peer_id: str,
+        protocol: str,
+        *,
+        max_frame: int = DEFAULT_MAX_FRAME_BYTES,
+        addresses: Iterable[str] = (),
+    ) -> Link:
+        """A link to a peer, which is connected first if need be. Raises LinkError, UsageError.
+
+        A stranger's refusal shows as LinkError at the first :meth:`Link.receive`.
+
+        Args:
+            max_frame: largest frame taken on it, bytes.
+        """
+        connection, stream = await self._open_stream(peer_id, protocol, addresses)
+        link = Link(peer_id, protocol, max_frame=max_frame)
+        self._add(link)
+        link.begin(connection, stream, opened_here=True)
+        return link
+
+    async def _open_stream(
+        self, peer_id: str, protocol: str, addresses: Iterable[str]
+    ) -> tuple[Connection, MuxedStream]:
+        connection = await self._connection(peer_id, addresses)
+        with trio.move_on_after(OPEN_S):
+            return connection, await connection.open_stream(protocol)
+        raise LinkError(f"{peer_id} did not answer to {protocol} in {OPEN_S:.0f} s", peer=peer_id)
+
+    def _add(self, link: Link) -> None:
+        self._links.add(link)
+        link.on_closed = self._links.discard
+
+    def handle(
+        self,
+        protocol: str,
+        max_frame: int,
+        handler: LinkHandler,
+        accept: Accept = lambda peer: True,
+    ) -> None:
+        """Serve links of ``protocol``; ``handler(link)`` runs for each, and the link is closed when it returns.
+
+        Args:
+            max_frame: largest frame taken, bytes; ``link.max_frame`` may be changed later.
+            accept: called with the caller's peer id; False or a text refuses it before anything it sends is kept.
+        """
+
+        async def serve(stream: MuxedStream) -> None:
+            verdict = accept(stream.remote_peer)
+            if verdict is not True and verdict != "":
+                self._refused[protocol] = self._refused.get(protocol, 0) + 1
+                reason = verdict if isinstance(verdict, str) else "not expected here"
+                raise RefusedError(
+                    f"{stream.remote_peer} was refused on {protocol}: {reason}", peer=stream.remote_peer
+                )
+            connection = stream.connection
+            assert isinstance(connection, Connection)
+            link = Link(stream.remote_peer, protocol, max_frame=max_frame)
+            self._add(link)
+            link.begin(connection, stream, opened_here=False)
+            try:
+                await handler(link)
+            finally:
+                link.close()
+
+        self.host.handle(protocol, serve)
+
+    # --- http ------------------------------------------------------------------------------------------------
+
+    def http_client(
+        self, peer_id: str, addresses: Iterable[str] = (), *, timeout: float = 60.0
+    ) -> httpx.AsyncClient:
+        """An HTTP client to one peer, base URL ``http://PEERID``; close it after use.
+
+        Args:
+            timeout: seconds for each step of a request; long polls need their wait on top.
+        """
+        kept = tuple(addresses)
+
+        async def open_stream() -> MuxedStream:
+            return (await self._open_stream(peer_id, http.PROTOCOL, kept))[1]
+
+        return httpx.AsyncClient(
+            transport=http.PeerTransport(open_stream),
+            base_url=f"http://{peer_id}",
+            timeout=timeout,
+            trust_env=False,
+        )
+
+    def serve_http(self, app: http.App, *, max_body: int = http.MAX_REQUEST_BODY_BYTES) -> None:
+        """Serve an ASGI application to peers; the caller's peer id stands in ``scope["kvasir_peer"]``."""
+        self.host.handle(http.PROTOCOL, http.HttpServer(app, max_body=max_body).serve)
+
+    def statistics(self) -> NodeStatistics:
+        """A snapshot."""
+        return NodeStatistics(
+            self.peer_id,
+            tuple(self.addresses()),
+            self.host.statistics(),
+            tuple(supervisor.statistics() for supervisor in self._supervisors.values()),
+            tuple(connection.statistics() for connection in self.host.connections()),
+            tuple(link.statistics() for link in self._links),
+            dict(self._refused),
+        )

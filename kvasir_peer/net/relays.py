@@ -1,0 +1,200 @@
+"""One supervisor for each relay: connected, reserved, checked, for as long as the peer runs.
+
+It connects, reserves, and refreshes at half-time. When the connection ends, or the relay refuses, it tries again after
+a delay that grows with jitter to a cap. Every minute it dials itself through the relay; only addresses for which that
+worked are advertised.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import trio
+
+from kvasir_peer.errors import KvasirError, LinkError, RefusedError, WireError
+from kvasir_peer.net import circuit, maddr
+from kvasir_peer.net.backoff import Backoff
+from kvasir_peer.net.connection import Connection
+from kvasir_peer.net.host import Host
+
+logger = logging.getLogger(__name__)
+
+FIRST_RETRY_S = 0.25  # a relay that restarts is back within seconds, and ten seconds are all there is to heal
+RETRY_CAP_S = 6.0  # with jitter: a thousand peers of a dead relay knock 220 times a second at most
+CHECK_S = 60.0  # between dials to ourselves
+NO_RESERVATION, CONNECTION_FAILED = 204, 203
+REFRESH_PART = 0.5  # of a reservation's time
+
+
+@dataclass(frozen=True)
+class RelayStatistics:
+    """State of one relay, as its supervisor sees it.
+
+    Attributes:
+        relay: peer id.
+        address: the address it is dialled at.
+        state: ``connecting``, ``reserving``, ``checking``, ``reserved``, ``waiting``.
+        reserved_until: on trio's clock, None without a reservation.
+        checked: whether the last dial to ourselves worked; None when there was none, or the relay forbids it.
+        connects, reservations, failures: counts since the start.
+        last_error: of the last failure, or "".
+    """
+
+    relay: str
+    address: str
+    state: str
+    reserved_until: float | None
+    checked: bool | None
+    connects: int
+    reservations: int
+    failures: int
+    last_error: str
+
+
+class RelaySupervisor:
+    """Holds a place at one relay.
+
+    Args:
+        host: ours.
+        address: of the relay.
+        on_change: called when the advertised addresses may have changed.
+
+    Attributes:
+        reserved: set while a reservation is held.
+    """
+
+    def __init__(self, host: Host, address: maddr.Address, on_change: Callable[[], None]) -> None:
+        self._host = host
+        self.address = address
+        self.relay = address.peer
+        self.reserved = trio.Event()
+        self._on_change = on_change
+        self._backoff = Backoff(first=FIRST_RETRY_S, cap=RETRY_CAP_S)
+        self._state = "connecting"
+        self._until: float | None = None
+        self._checked: bool | None = None
+        self._reservation: circuit.Reservation | None = None
+        self._counts = {"connects": 0, "reservations": 0, "failures": 0}
+        self._last_error = ""
+        self._hurry = trio.Event()
+
+    @property
+    def addresses(self) -> list[str]:
+        """Our addresses through this relay that are worth telling others: none before a dial to ourselves worked."""
+        if not self.reserved.is_set():
+            return []
+        return [f"{self.address.first_hop}{maddr.CIRCUIT}/p2p/{self._host.peer_id}"]
+
+    @property
+    def asking(self) -> bool:
+        """Whether circuits from this relay are to be taken."""
+        return self._reservation is not None
+
+    def hurry(self) -> None:
+        """Something changed (a network address): look at once instead of waiting."""
+        self._hurry.set()
+
+    async def run(self) -> None:
+        """Run for ever."""
+        while True:
+            try:
+                connection = await self._connect()
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._hold, connection)
+                    await connection.closed.wait()
+                    nursery.cancel_scope.cancel()
+                raise LinkError(f"the connection to the relay {self.relay} ended: {connection.reason}")
+            except* (LinkError, WireError, RefusedError) as group:
+                self._failed(_first(group))
+            self._state = "waiting"
+            delay = self._backoff.failed()
+            with trio.move_on_after(delay):
+                await self._hurry.wait()
+            self._hurry = trio.Event()
+
+    def _failed(self, error: BaseException) -> None:
+        if str(error) != self._last_error:
+            logger.warning("relay %s: %s", self.relay, error)
+        self._last_error = str(error)
+        self._counts["failures"] += 1
+        self._drop()
+
+    def _drop(self) -> None:
+        self._reservation = self._until = None
+        self._checked = None if self._checked is None else False
+        if self.reserved.is_set():
+            self.reserved = trio.Event()
+            self._on_change()
+
+    async def _connect(self) -> Connection:
+        self._state = "connecting"
+        for connection in self._host.connections(self.relay):
+            if connection.path == "direct":
+                return connection
+        connection = await self._host.dial(self.address)
+        self._counts["connects"] += 1
+        return connection
+
+    async def _hold(self, connection: Connection) -> None:
+        """Reserve, check and refresh until something fails. Raises LinkError, RefusedError, WireError."""
+        connection.busy += 1
+        try:
+            while True:
+                self._state = "reserving"
+                reservation = await circuit.reserve(connection, self._host.peer_id)
+                self._counts["reservations"] += 1
+                refresh_at = trio.current_time() + reservation.seconds * REFRESH_PART
+                while True:
+                    self._state = "checking"
+                    self._reservation, self._until = reservation, trio.current_time() + reservation.seconds
+                    await self._check(connection)
+                    self._state = "reserved"
+                    self._backoff.succeeded()
+                    self._last_error = ""
+                    if not self.reserved.is_set():
+                        logger.info("reachable through the relay %s", self.relay)
+                        self.reserved.set()
+                        self._on_change()
+                    with trio.move_on_at(min(refresh_at, trio.current_time() + CHECK_S)):
+                        await self._hurry.wait()
+                        self._hurry = trio.Event()
+                    if trio.current_time() >= refresh_at:
+                        break
+        finally:
+            connection.busy -= 1
+
+    async def _check(self, connection: Connection) -> None:
+        """Dial ourselves through the relay. Raises LinkError, RefusedError when others could not reach us either."""
+        try:
+            await circuit.check(self._host, connection)
+        except circuit.RelayRefusedError as error:
+            if error.status in (NO_RESERVATION, CONNECTION_FAILED):
+                raise
+            # A relay that connects nobody to himself, or is full: that says nothing about our address.
+            logger.debug("relay %s: our address could not be checked: %s", self.relay, error)
+            self._checked = None
+        else:
+            self._checked = True
+
+    def statistics(self) -> RelayStatistics:
+        """A snapshot."""
+        return RelayStatistics(
+            self.relay,
+            str(self.address.first_hop),
+            self._state,
+            self._until,
+            self._checked,
+            self._counts["connects"],
+            self._counts["reservations"],
+            self._counts["failures"],
+            self._last_error,
+        )
+
+
+def _first(group: BaseExceptionGroup[KvasirError]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
