@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import time
 from enum import IntEnum
+from typing import Any
 
-from google.protobuf.message import DecodeError
-from libp2p.relay.circuit_v2.pb.circuit_pb2 import (
-    HopMessage,
-    Limit,
-    PeerId,
-    Reservation,
-    StopMessage,
-    Voucher,
-)
-
-from kvasir_peer.errors import WireError
+from kvasir_peer.errors import LinkError, WireError
 from kvasir_peer.identity import Identity
-from kvasir_relay.varint import ByteReader, encode_varint, read_prefixed
+from kvasir_peer.net.delimited import read_message
+from kvasir_peer.net.duplex import Duplex
+from kvasir_peer.net.multistream import encode_varint
+from kvasir_peer.net.upstream import circuit_pb2
 
 HOP_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
 STOP_PROTOCOL = "/libp2p/circuit/relay/0.2.0/stop"
 
-MAX_MESSAGE_BYTES = 4096  # as go-libp2p's maxMessageSize; a RESERVE with a signed peer record is about 500
+RESERVE, CONNECT = circuit_pb2.HopMessage.RESERVE, circuit_pb2.HopMessage.CONNECT
 
-# Field 1000 of HopMessage: a short text beside a refusing status that says which limit it was. Not in the
-# specification; protobuf readers that do not know it skip it.
+MAX_MESSAGE_BYTES = 4096  # as in go-libp2p; a RESERVE with a signed peer record has about 500
+
+# Field 1000 of HopMessage: a short word beside a refusing status that says which limit or rule it was. Not in the
+# specification; readers of protobuf skip what they do not know.
 REASON_FIELD = 1000
-_REASON_TAG = encode_varint(REASON_FIELD << 3 | 2)
 
-# Signed envelopes (RFC 0002), reservation vouchers (circuit-v2.md, "Reservation Vouchers").
+# Signed envelopes (libp2p RFC 0002) and reservation vouchers (circuit-v2.md, "Reservation Vouchers").
 VOUCHER_DOMAIN = b"libp2p-relay-rsvp"
-VOUCHER_PAYLOAD_TYPE = b"\x03\x02"  # multicodec 0x0302, the two bytes that go-libp2p puts on the wire
+VOUCHER_PAYLOAD_TYPE = b"\x03\x02"  # multicodec 0x0302 as the two bytes that go-libp2p sends
 
 
 class Status(IntEnum):
@@ -47,90 +41,89 @@ class Status(IntEnum):
     UNEXPECTED_MESSAGE = 401
 
 
+def _wire(status: Status) -> Any:
+    # The generated stubs want a type of their own, which is an int at run time.
+    return int(status)
+
+
 def _field(number: int, value: bytes) -> bytes:
     return encode_varint(number << 3 | 2) + encode_varint(len(value)) + value
 
 
-def _prefixed(body: bytes) -> bytes:
+def prefixed(body: bytes) -> bytes:
+    """``body`` with a varint length before it."""
     return encode_varint(len(body)) + body
 
 
-async def read_hop(reader: ByteReader) -> HopMessage:
-    """One hop message. Raises WireError (``oversize``, ``malformed``, ``truncated``)."""
-    message = HopMessage()
-    try:
-        message.ParseFromString(await read_prefixed(reader, MAX_MESSAGE_BYTES))
-    except DecodeError:
-        raise WireError("malformed", "a hop message that does not parse") from None
-    return message
+async def read_hop(stream: Duplex) -> Any:
+    """One HopMessage. Raises WireError (``oversize``, ``malformed``), LinkError."""
+    return await read_message(stream, circuit_pb2.HopMessage, MAX_MESSAGE_BYTES)
 
 
-async def read_stop_status(reader: ByteReader) -> int:
-    """The status with which a target answers; 0 if it gave none. Raises WireError."""
-    message = StopMessage()
-    try:
-        message.ParseFromString(await read_prefixed(reader, MAX_MESSAGE_BYTES))
-    except DecodeError:
-        raise WireError("malformed", "a stop message that does not parse") from None
-    if message.type != StopMessage.STATUS:
-        raise WireError("unexpected", "the target answered with something other than a status")
-    return int(message.status)
+async def read_stop_status(stream: Duplex) -> None:
+    """The target's answer to a circuit. Raises LinkError when it is not OK, WireError."""
+    message: Any = await read_message(stream, circuit_pb2.StopMessage, MAX_MESSAGE_BYTES)
+    if message.type != circuit_pb2.StopMessage.STATUS:
+        raise WireError("unexpected", "the target of a circuit answered with something other than a status")
+    if message.status != Status.OK:
+        raise LinkError(f"the target refused the circuit with status {message.status}")
 
 
-def _limit(duration: int, data: int) -> Limit | None:
-    # In the specification a zero, or no limit message at all, means unlimited.
-    return Limit(duration=duration, data=data) if duration or data else None
+def _limit(seconds: float, data: int) -> Any:
+    # In the specification no limit message, and a zero in one, mean unlimited.
+    return circuit_pb2.Limit(duration=round(seconds), data=data) if seconds or data else None
 
 
-def status_message(status: Status, reason: str = "", *, duration: int = 0, data: int = 0) -> bytes:
-    """A hop status with its length prefix; ``duration`` (seconds) and ``data`` (bytes) are a circuit's limits."""
-    message = HopMessage(type=HopMessage.STATUS, status=int(status), limit=_limit(duration, data))  # type: ignore[arg-type]
+def status_message(status: Status, reason: str = "", *, seconds: float = 0, data: int = 0) -> bytes:
+    """A hop status; ``seconds`` and ``data`` (bytes) are the circuit's limits, 0 for none."""
+    message = circuit_pb2.HopMessage(
+        type=circuit_pb2.HopMessage.STATUS, status=_wire(status), limit=_limit(seconds, data)
+    )
     body = message.SerializeToString()
-    if reason:
-        text = reason.encode()
-        body += _REASON_TAG + encode_varint(len(text)) + text
-    return _prefixed(body)
+    return prefixed(body + _field(REASON_FIELD, reason.encode()) if reason else body)
 
 
 def reserved_message(
-    *, expire: int, addresses: list[bytes], voucher: bytes, duration: int, data: int
+    *, expire: int, addresses: list[bytes], voucher: bytes, seconds: float, data: int
 ) -> bytes:
-    """The answer to a reservation that was granted; ``expire`` is Unix time in seconds."""
-    message = HopMessage(
-        type=HopMessage.STATUS,
-        status=int(Status.OK),  # type: ignore[arg-type]
-        reservation=Reservation(expire=expire, addrs=addresses, voucher=voucher),
-        limit=_limit(duration, data),
+    """A reservation that was granted until ``expire`` (Unix seconds); the limits are those of its circuits."""
+    message = circuit_pb2.HopMessage(
+        type=circuit_pb2.HopMessage.STATUS,
+        status=_wire(Status.OK),
+        reservation=circuit_pb2.Reservation(expire=expire, addrs=addresses, voucher=voucher),
+        limit=_limit(seconds, data),
     )
-    return _prefixed(message.SerializeToString())
+    return prefixed(message.SerializeToString())
 
 
-def stop_connect_message(source: bytes, *, duration: int, data: int) -> bytes:
+def stop_connect_message(source: bytes, *, seconds: float, data: int) -> bytes:
     """What the target of a circuit is told: who asks, and the circuit's limits."""
-    message = StopMessage(type=StopMessage.CONNECT, peer=PeerId(id=source), limit=_limit(duration, data))
-    return _prefixed(message.SerializeToString())
+    message = circuit_pb2.StopMessage(
+        type=circuit_pb2.StopMessage.CONNECT,
+        peer=circuit_pb2.PeerId(id=source),
+        limit=_limit(seconds, data),
+    )
+    return prefixed(message.SerializeToString())
 
 
-def sign_voucher(identity: Identity, relay: bytes, peer: bytes, expiration: int) -> bytes:
-    """A reservation voucher: a signed envelope over relay, peer and expiration (Unix seconds).
+def public_key_message(public_key: bytes) -> bytes:
+    """libp2p's protobuf PublicKey of an Ed25519 key."""
+    return b"\x08\x01" + _field(2, public_key)
+
+
+def sign_voucher(identity: Identity, relay: bytes, peer: bytes, expire: int) -> bytes:
+    """A reservation voucher: the relay's signed word that ``peer`` has a reservation until ``expire``.
 
     Args:
         identity: the relay's key.
-        relay: peer id of the relay, as bytes.
-        peer: peer id of the holder, as bytes.
-        expiration: as in the reservation.
+        relay, peer: peer ids as bytes.
+        expire: Unix seconds.
     """
-    payload = Voucher(relay=relay, peer=peer, expiration=expiration).SerializeToString()
-    signed = b"".join(_prefixed(part) for part in (VOUCHER_DOMAIN, VOUCHER_PAYLOAD_TYPE, payload))
-    public_key = b"\x08\x01" + _field(2, identity.public_key)  # protobuf PublicKey{Ed25519, data}
+    payload = circuit_pb2.Voucher(relay=relay, peer=peer, expiration=expire).SerializeToString()
+    signed = b"".join(prefixed(part) for part in (VOUCHER_DOMAIN, VOUCHER_PAYLOAD_TYPE, payload))
     return (
-        _field(1, public_key)
+        _field(1, public_key_message(identity.public_key))
         + _field(2, VOUCHER_PAYLOAD_TYPE)
         + _field(3, payload)
         + _field(5, identity.sign(signed))
     )
-
-
-def unix_now() -> int:
-    """Unix time in whole seconds."""
-    return int(time.time())

@@ -1,0 +1,293 @@
+"""A circuit: two streams joined at the relay, without a task or a lock of its own.
+
+Bytes that arrive on one stream are queued for the other in the reader's own task, and leave when the other
+connection's writer has room; only then is the sender told that it may send as many again. So at most one window
+(256 KiB at first) waits for a slow receiver in each direction, and a fast one costs one copy.
+
+Nothing of what is carried can be read here: inside runs the Noise session of the two peers. What the relay can tell
+is how much a flow carries, and it sends flows that carry little before those that carry much.
+
+A circuit is one thing: whatever ends one of its streams, other than a proper half-close, ends the other, and no
+other circuit of these peers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import trio
+
+from kvasir_peer.net.yamux import USEFUL_ROOM_BYTES, MuxedStream, Priority
+from kvasir_relay.limits import Ledger, LimitError
+from kvasir_relay.shaper import Shaper, Shares
+
+if TYPE_CHECKING:
+    from kvasir_relay.counters import Counters
+
+# A flow that stays under this rate, with bursts of no more than these bytes, goes before bulk. A ring of a large
+# model sends 16 KB per token and hop, some hundred tokens a second at best; a prefill fills what the line gives.
+SPARSE_BYTES_PER_SECOND = 2_000_000
+SPARSE_BURST_BYTES = 128 * 1024
+
+# A piece smaller than this is copied when it is queued: as a view it would keep the whole encrypted message it came
+# in (up to 64 KiB) in memory, so that a peer could make the relay hold many times its window.
+COPY_BELOW_BYTES = 16 * 1024
+
+_DECODE, _PREFILL = int(Priority.DECODE), int(Priority.PREFILL)
+
+
+class Flow:
+    """One direction of a circuit: the sink of one stream, the source of the other.
+
+    Attributes:
+        queued: bytes that wait here.
+        carried: bytes that arrived since the circuit began.
+        allowance: bytes that may leave; counts only while bandwidth is limited.
+        shares: the bandwidth buckets that this flow draws from, or None when nothing is limited.
+    """
+
+    __slots__ = (
+        "_bucket_level",
+        "_bucket_time",
+        "_circuit",
+        "_direction",
+        "_end",
+        "_from",
+        "_left",
+        "_queue",
+        "_sample",
+        "_to",
+        "allowance",
+        "carried",
+        "queued",
+        "shares",
+    )
+
+    def __init__(
+        self, circuit: Circuit, origin: MuxedStream, destination: MuxedStream, direction: int
+    ) -> None:
+        self._circuit = circuit
+        self._from = origin
+        self._to = destination
+        self._direction = direction
+        self._queue: deque[memoryview] = deque()
+        self._end = False
+        self._bucket_level = 0.0
+        self._bucket_time = 0.0
+        self._sample: tuple[int, float] | None = None  # (bytes that had arrived before it, when it arrived)
+        self._left = 0
+        self.queued = 0
+        self.carried = 0
+        self.allowance = 0
+        self.shares: Shares | None = None
+
+    @property
+    def sparse(self) -> bool:
+        """Whether it carries little: it goes before bulk."""
+        return self._bucket_level <= SPARSE_BURST_BYTES and self.queued <= SPARSE_BURST_BYTES
+
+    # --- the sink of the stream that bytes come from -----------------------------------------------------------
+
+    def receive(self, data: memoryview) -> None:
+        """Bytes came."""
+        if self._to.closed:  # reset by its peer after a half-close, of which nobody is told
+            self._circuit.end("peer_left")
+            return
+        n = len(data)
+        now = time.perf_counter()
+        spent = self._bucket_level - (now - self._bucket_time) * SPARSE_BYTES_PER_SECOND
+        self._bucket_level = (spent if spent > 0 else 0.0) + n
+        self._bucket_time = now
+        if self._sample is None:
+            self._sample = (self.carried, now)
+        self.carried += n
+        self.queued += n
+        self._queue.append(data if n >= COPY_BELOW_BYTES else memoryview(bytes(data)))
+        if self._circuit.carry(n, self._direction):
+            self._forward()
+
+    def _forward(self) -> None:
+        if self.shares is not None and self.allowance <= 0:
+            self._circuit.shaper.want(self)
+        else:
+            self._to.notify()
+
+    def end(self, reason: str) -> None:
+        """The stream that bytes come from has ended; "" when it did so properly."""
+        if reason:
+            self._circuit.end("peer_left")
+            return
+        self._end = True
+        if not self.queued:
+            self._finish()
+
+    def _finish(self) -> None:
+        self._to.finish()
+        self._circuit.half_closed()
+
+    # --- the source of the stream that bytes go to --------------------------------------------------------------
+
+    def urgency(self) -> int | None:
+        """Class of what waits, or None when nothing may be sent."""
+        if not self.queued or (self.shares is not None and self.allowance <= 0):
+            return None
+        return _DECODE if self.sparse else _PREFILL
+
+    def pull(self, room: memoryview) -> int:
+        """Move bytes into ``room``."""
+        limit = len(room)
+        if limit < USEFUL_ROOM_BYTES and limit < self.queued:
+            return 0
+        if self.shares is not None:
+            limit = min(limit, self.allowance)
+        queue = self._queue
+        count = 0
+        while queue and count < limit:
+            data = queue[0]
+            n = len(data)
+            if n <= limit - count:
+                room[count : count + n] = data
+                queue.popleft()
+                count += n
+            else:
+                n = limit - count
+                room[count:limit] = data[:n]
+                queue[0] = data[n:]
+                count = limit
+        self.queued -= count
+        self._left += count
+        sample = self._sample
+        if sample is not None and self._left > sample[0]:
+            self._circuit.counters.waited(time.perf_counter() - sample[1])
+            self._sample = None
+        if self.shares is not None:
+            self.allowance -= count
+            if self.queued and self.allowance <= 0:
+                self._circuit.shaper.want(self)
+        self._from.consumed(count)
+        if self._end and not self.queued:
+            self._finish()
+        return count
+
+    def granted(self) -> None:
+        """The shaper allowed some bytes."""
+        self._to.notify()
+
+    def drop(self) -> None:
+        """Forget what is queued."""
+        self._queue.clear()
+        self.queued = 0
+
+
+TO_TARGET, TO_SOURCE = 0, 1
+
+
+class Circuit:
+    """Two joined streams.
+
+    Args:
+        peers: source and target, as bytes; the same peer once only.
+        source, target: their streams, past all negotiation.
+        ledger, shaper, counters: the relay's books.
+        max_bytes: both directions together; 0 for no limit.
+        on_end: called once, with the reason: ``closed`` when both sides ended properly.
+
+    Attributes:
+        active_at: when something was carried last, trio time.
+        reason: why it ended, or "" while it lives.
+    """
+
+    def __init__(
+        self,
+        peers: tuple[bytes, ...],
+        source: MuxedStream,
+        target: MuxedStream,
+        *,
+        ledger: Ledger,
+        shaper: Shaper,
+        counters: Counters,
+        max_bytes: int,
+        on_end: Callable[[Circuit], None],
+    ) -> None:
+        self.peers = peers
+        self.shaper = shaper
+        self.counters = counters
+        self.reason = ""
+        self.ended = trio.Event()
+        self.active_at = trio.current_time()
+        self._ledger = ledger
+        self._streams = (source, target)
+        self._max_bytes = max_bytes
+        self._open_halves = 2
+        self._on_end = on_end
+        self.flows = (
+            Flow(self, source, target, TO_TARGET),
+            Flow(self, target, source, TO_SOURCE),
+        )
+        self._shares: Shares | None = None
+
+    def join(self) -> None:
+        """Begin to carry. What has come on the streams already is carried first."""
+        if self.shaper.active:
+            self._shares = self.shaper.join(self.peers, trio.current_time())
+            for flow in self.flows:
+                flow.shares = self._shares
+        source, target = self._streams
+        to_target, to_source = self.flows
+        target.set_source(to_target, classed=False)
+        source.set_source(to_source, classed=False)
+        source.set_sink(to_target.receive, to_target.end)
+        if not self.reason:
+            target.set_sink(to_source.receive, to_source.end)
+
+    @property
+    def carried(self) -> int:
+        """Bytes, both directions together."""
+        return self.flows[0].carried + self.flows[1].carried
+
+    def carry(self, n: int, direction: int) -> bool:
+        """Count bytes that arrived; False when they ended the circuit, because a limit is used up."""
+        if self.reason:
+            return False
+        now = trio.current_time()
+        self.active_at = now
+        self.counters.carried(direction, n)
+        try:
+            self._ledger.carry(self.peers, n, now)
+        except LimitError as error:
+            self.end(error.limit)
+            return False
+        if self._max_bytes and self.carried > self._max_bytes:
+            self.end("circuit_bytes")
+            return False
+        return True
+
+    def half_closed(self) -> None:
+        """One direction has ended properly and everything in it is on its way."""
+        self._open_halves -= 1
+        if not self._open_halves:
+            self.end("closed")
+
+    def end(self, reason: str) -> None:
+        """End both streams; a second time does nothing.
+
+        After a proper end of both directions the streams are done anyway; in all other cases both are reset, with
+        nothing written into them, so that no peer can take a word of the relay for the other peer's data.
+        """
+        if self.reason:
+            return
+        self.reason = reason
+        if reason != "closed":
+            for stream in self._streams:
+                stream.reset(reason)
+        for flow in self.flows:
+            flow.drop()
+        if self._shares is not None:
+            self.shaper.leave(self._shares, *self.flows)
+            for flow in self.flows:
+                flow.shares = None
+        self.ended.set()
+        self._on_end(self)
