@@ -77,6 +77,11 @@ def plan(rows: Rows) -> list[Run]:
     return runs
 
 
+def head_width(heads: Heads) -> int:
+    """Return the width of a head in the cache: the operator takes one for keys and values, a multiple of 16."""
+    return -(-max(heads.key, heads.value) // _HEAD_STEP) * _HEAD_STEP
+
+
 def attention_graph(shape: AttentionShape, heads: Heads, cos: F32, sin: F32, sinks: bool) -> Graph:
     """Return the graph of one attention.
 
@@ -88,9 +93,9 @@ def attention_graph(shape: AttentionShape, heads: Heads, cos: F32, sin: F32, sin
         sinks: whether each head has a logit that takes part in the softmax and adds nothing.
     """
     g = Graph()
-    wide = head_width(shape)
-    q, k, v = _queries_keys_values(g, shape, heads, wide, cos, sin)
-    cache = ["slots", shape.n_head_kv, "context", wide]
+    wide = head_width(heads)
+    q, k, v = _queries_keys_values(g, shape, heads, cos, sin)
+    cache = ["slots", heads.n_head_kv, "context", wide]
     g.input("past_k", cache)
     g.input("past_v", cache)
     g.input("last", ["slots"], np.int32)
@@ -99,73 +104,87 @@ def attention_graph(shape: AttentionShape, heads: Heads, cos: F32, sin: F32, sin
     fused = rotates_inside(shape)
     inputs += [g.weight(cos), g.weight(sin)] if fused else ["", ""]
     if sinks:
-        inputs += ["", "", g.input("sinks", [shape.n_head])]
+        inputs += ["", "", g.input("sinks", [heads.n_head])]
     attended = g.fresh("attended")
     g.raw(
         "GroupQueryAttention",
         inputs,
         [attended, "present_k", "present_v"],
         microsoft=True,
-        num_heads=shape.n_head,
-        kv_num_heads=shape.n_head_kv,
+        num_heads=heads.n_head,
+        kv_num_heads=heads.n_head_kv,
         scale=shape.scale,
         softcap=shape.softcap,
         local_window_size=shape.window or -1,
         do_rotary=int(fused),
         rotary_interleaved=int(fused and shape.rope.style == "adjacent"),
     )
-    attended = _narrow(g, attended, shape.n_head, wide, shape.value_length)
-    g.output(attended, "attention", ["slots", "rows", shape.n_head * shape.value_length])
+    attended = _narrow(g, attended, heads.n_head, wide, heads.value)
+    g.output(attended, "attention", ["slots", "rows", heads.attended])
     g.output("present_k", "present_k", cache)
     g.output("present_v", "present_v", cache)
     return g
 
 
-def head_width(shape: AttentionShape) -> int:
-    """Return the width of a head in the cache: the operator takes one for keys and values, a multiple of 16."""
-    return -(-max(shape.key_length, shape.value_length) // _HEAD_STEP) * _HEAD_STEP
-
-
 def rotates_inside(shape: AttentionShape) -> bool:
-    """Whether the operator can apply RoPE itself: it takes a number of dimensions that is a multiple of 16."""
-    return shape.rope.dimensions % _HEAD_STEP == 0
+    """Whether the operator can apply RoPE itself.
+
+    It takes a number of dimensions that is a multiple of 16, the first of each head.
+    """
+    return shape.rope.dimensions % _HEAD_STEP == 0 and shape.mla is None
 
 
-def _queries_keys_values(
-    g: Graph, shape: AttentionShape, heads: Heads, wide: int, cos: F32, sin: F32
-) -> list[str]:
+def _queries_keys_values(g: Graph, shape: AttentionShape, heads: Heads, cos: F32, sin: F32) -> list[str]:
     """Declare the inputs; rotate them where the operator does not, and widen heads with zeros where it asks."""
-    values = [
-        (heads.q, shape.n_head, shape.key_length, "q"),
-        (heads.k, shape.n_head_kv, shape.key_length, "k"),
-        (heads.v, shape.n_head_kv, shape.value_length, "v"),
-    ]
+    wide = head_width(heads)
     if heads.packed:
         packed = g.input("qkv", ["slots", "rows", heads.q + heads.k + heads.v])
-        if wide == shape.key_length and rotates_inside(shape):
+        if wide == heads.key and rotates_inside(shape):
             return [packed, "", ""]
-        sizes = g.constant([width for width, *_ in values], np.int64)
-        names = g.ops("Split", 3, packed, sizes, axis=2)
+        sizes = g.constant([heads.q, heads.k, heads.v], np.int64)
+        q, k, v = g.ops("Split", 3, packed, sizes, axis=2)
     else:
-        names = [g.input(name, ["slots", "rows", width]) for width, _, _, name in values]
+        q = g.input("q", ["slots", "rows", heads.q])
+        k = g.input("k", ["slots", "rows", heads.k])
+        v = g.input("v", ["slots", "rows", heads.v]) if shape.mla is None else ""
     if not rotates_inside(shape):
         positions = g.input("positions", ["slots", "rows"], np.int64)
-        tables = (g.weight(cos), g.weight(sin))
-        for index, (_, count, _, _) in enumerate(values[:2]):
-            names[index] = g.op(
-                "RotaryEmbedding",
-                names[index],
-                positions,
-                *tables,
-                microsoft=True,
-                num_heads=count,
-                rotary_embedding_dim=shape.rope.dimensions,
-                interleaved=int(shape.rope.style == "adjacent"),
-            )
-    return [
-        _widen(g, name, count, length, wide)
-        for name, (_, count, length, _) in zip(names, values, strict=True)
-    ]
+        tables = (positions, g.weight(cos), g.weight(sin))
+        q = _rotate(g, q, heads.n_head, heads.key, shape, tables)
+        k = _rotate(g, k, heads.n_head_kv, heads.key, shape, tables)
+    q = _widen(g, q, heads.n_head, heads.key, wide)
+    k = _widen(g, k, heads.n_head_kv, heads.key, wide)
+    if shape.mla is not None:
+        # Values are the first part of the keys; what comes after it is cut off the result.
+        return [q, k, k]
+    return [q, k, _widen(g, v, heads.n_head_kv, heads.value, wide)]
+
+
+def _rotate(
+    g: Graph, x: str, count: int, length: int, shape: AttentionShape, tables: tuple[str, str, str]
+) -> str:
+    """Apply RoPE to the first dimensions of each head, or to the last ones in latent attention."""
+
+    def rotated(part: str) -> str:
+        return g.op(
+            "RotaryEmbedding",
+            part,
+            *tables,
+            microsoft=True,
+            num_heads=count,
+            rotary_embedding_dim=shape.rope.dimensions,
+            interleaved=int(shape.rope.style == "adjacent"),
+        )
+
+    if shape.mla is None:
+        return rotated(x)
+    sizes = [length - shape.rope.dimensions, shape.rope.dimensions]
+    apart = g.op("Reshape", x, g.constant([0, 0, count, length], np.int64))
+    latent, position = g.ops("Split", 2, apart, g.constant(sizes, np.int64), axis=3)
+    flat = g.op("Reshape", position, g.constant([0, 0, count * sizes[1]], np.int64))
+    position = g.op("Reshape", rotated(flat), g.constant([0, 0, count, sizes[1]], np.int64))
+    joined = g.op("Concat", latent, position, axis=3)
+    return g.op("Reshape", joined, g.constant([0, 0, count * length], np.int64))
 
 
 def _widen(g: Graph, x: str, count: int, length: int, wide: int) -> str:
@@ -200,7 +219,6 @@ class _Kept:
 class _Layer:
     session: Session
     heads: Heads
-    n_attended: int
     keys: F32
     values: F32
     sinks: F32 | None
@@ -236,14 +254,15 @@ class Attentions:
             self._sessions[key] = attention_graph(shape, heads, cos, sin, sinks is not None).session(
                 self._runtime
             )
-        cache = (self._n_slots, shape.n_head_kv, self._context, head_width(shape))
+        cache = (self._n_slots, heads.n_head_kv, self._context, head_width(heads))
+        keys = np.zeros(cache, np.float32)
         self._layers.append(
             _Layer(
                 self._sessions[key],
                 heads,
-                shape.n_head * shape.value_length,
-                np.zeros(cache, np.float32),
-                np.zeros(cache, np.float32),
+                keys,
+                # Latent attention writes the same to both, so one cache does.
+                keys if shape.mla is not None else np.zeros(cache, np.float32),
                 sinks,
                 not rotates_inside(shape),
             )
@@ -296,14 +315,16 @@ class Attentions:
             if heads.packed:
                 inputs = {"qkv": view("qkv", heads.q + heads.k + heads.v)}
             else:
-                inputs = {"q": view("q", heads.q), "k": view("k", heads.k), "v": view("v", heads.v)}
+                inputs = {"q": view("q", heads.q), "k": view("k", heads.k)}
+                if heads.v:
+                    inputs["v"] = view("v", heads.v)
             keys = layer.keys[run.slot : run.slot + run.n_slots]
             values = layer.values[run.slot : run.slot + run.n_slots]
             inputs.update(past_k=keys, past_v=values)
             if layer.sinks is not None:
                 inputs["sinks"] = layer.sinks
             outputs = {
-                "attention": view("attention", layer.n_attended),
+                "attention": view("attention", heads.attended),
                 "present_k": keys,
                 "present_v": values,
             }

@@ -19,6 +19,7 @@ from kvasir_peer.engines.base import (
 from kvasir_peer.engines.onnx_attention import head_width
 from kvasir_peer.engines.onnx_bank import OnnxBank
 from kvasir_peer.engines.onnx_linear import Kernels, packed_bytes
+from kvasir_peer.engines.onnx_parts import heads_of
 from kvasir_peer.engines.onnx_stack import OnnxStack
 
 if TYPE_CHECKING:
@@ -142,10 +143,11 @@ def estimate_stack(
         device=spec.device,
         precision=spec.precision,
     )
-    kv = sum(
-        2 * spec.n_slots * spec.context_length * layer.attention.n_head_kv * head_width(layer.attention) * 4
-        for layer in layers
-    )
+    kv = 0
+    for layer in layers:
+        heads = heads_of(layer, tensors)
+        caches = 1 if heads.latent else 2
+        kv += 4 * caches * spec.n_slots * spec.context_length * heads.n_head_kv * head_width(heads)
     return MemoryEstimate(weights + bank.weights, kv, _workspace(shape, spec) + bank.workspace)
 
 

@@ -14,18 +14,22 @@ All values are two-dimensional, [n, width], n rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from kvasir_peer.engines import quants
-from kvasir_peer.engines.architectures import LayerShape, ModelShape
+from kvasir_peer.engines.architectures import LayerShape, MlaShape, ModelShape
 from kvasir_peer.engines.base import Precision
 from kvasir_peer.engines.onnx_graph import Graph
 from kvasir_peer.engines.onnx_linear import Kernels, Linears, Matrix
 from kvasir_peer.models.sources import TensorSource
+
+if TYPE_CHECKING:
+    from kvasir_peer.models.gguf import TensorInfo
 
 F32 = NDArray[np.float32]
 
@@ -74,17 +78,54 @@ class Part:
 class Heads:
     """How a layer's queries, keys and values lie in the buffers between part and attention.
 
+    Latent attention is computed on the compressed keys: queries are taken to their space, all heads share one key
+    head, and its first ``value`` dimensions are the values (DeepSeek V2, section 2.1.2).
+
     Attributes:
-        packed: side by side in one buffer ``qkv``; else in three, ``q``, ``k`` and ``v``.
-        q: width of all queries.
-        k: width of all keys.
-        v: width of all values.
+        packed: side by side in one buffer ``qkv``; else in ``q``, ``k`` and ``v``.
+        n_head: heads of queries.
+        n_head_kv: heads of keys and values.
+        key: dimensions of a head of queries or keys.
+        value: dimensions of a head of values.
+        latent: whether values are part of the keys.
     """
 
     packed: bool
-    q: int
-    k: int
-    v: int
+    n_head: int
+    n_head_kv: int
+    key: int
+    value: int
+    latent: bool
+
+    @property
+    def q(self) -> int:
+        """Width of all queries."""
+        return self.n_head * self.key
+
+    @property
+    def k(self) -> int:
+        """Width of all keys."""
+        return self.n_head_kv * self.key
+
+    @property
+    def v(self) -> int:
+        """Width of all values that come from a buffer."""
+        return 0 if self.latent else self.n_head_kv * self.value
+
+    @property
+    def attended(self) -> int:
+        """Width of what attention gives."""
+        return self.n_head * self.value
+
+
+def heads_of(layer: LayerShape, tensors: Mapping[str, TensorInfo]) -> Heads:
+    """Say how a layer's queries, keys and values lie."""
+    a = layer.attention
+    if a.mla is not None:
+        return Heads(False, a.n_head, 1, a.mla.kv_rank + a.mla.rope, a.mla.kv_rank, True)
+    types = {tensors[layer.name(f"attn_{stem}.weight")].type for stem in ("q", "k", "v")}
+    packed = len(types) == 1 and a.key_length == a.value_length and not layer.has("attn_q_norm.weight")
+    return Heads(packed, a.n_head, a.n_head_kv, a.key_length, a.value_length, False)
 
 
 class Parts:
@@ -136,12 +177,7 @@ class Parts:
 
     def heads(self, layer: LayerShape) -> Heads:
         """Say how the layer's queries, keys and values lie."""
-        a = layer.attention
-        types = {(self._source.tensors[layer.name(f"attn_{stem}.weight")].type) for stem in ("q", "k", "v")}
-        packed = len(types) == 1 and a.key_length == a.value_length and not layer.has("attn_q_norm.weight")
-        return Heads(
-            packed, a.n_head * a.key_length, a.n_head_kv * a.key_length, a.n_head_kv * a.value_length
-        )
+        return heads_of(layer, self._source.tensors)
 
     # -------------------------------------------------------------------------------------------- parts
 
@@ -216,6 +252,9 @@ class Parts:
         """Add the projections to queries, keys and values."""
         g = part.graph
         heads = self.heads(layer)
+        if layer.attention.mla is not None:
+            self._project_latent(part, linears, layer, layer.attention.mla, x)
+            return
         matrices, biases = self._matrices(layer, ("attn_q", "attn_k", "attn_v"))
         if heads.packed:
             part.write(linears.packed(x, matrices, biases), "qkv", heads.q + heads.k + heads.v)
@@ -227,6 +266,45 @@ class Parts:
         part.write(q, "q", heads.q)
         part.write(k, "k", heads.k)
         part.write(v, "v", heads.v)
+
+    def _project_latent(self, part: Part, linears: Linears, layer: LayerShape, mla: MlaShape, x: str) -> None:
+        """Add the projections of latent attention: queries in the space of the compressed keys, and these."""
+        g = part.graph
+        heads = self.heads(layer)
+        name = layer.name
+        if mla.q_rank:
+            compressed = linears.one(x, self._matrix(name("attn_q_a.weight")))
+            compressed = self._norm(g, compressed, name("attn_q_a_norm.weight"))
+            q = linears.one(compressed, self._matrix(name("attn_q_b.weight")))
+        else:
+            q = linears.one(x, self._matrix(name("attn_q.weight")))
+        apart = g.op("Reshape", q, g.constant([0, heads.n_head, mla.nope + mla.rope], np.int64))
+        nope, rope = g.ops("Split", 2, apart, g.constant([mla.nope, mla.rope], np.int64), axis=2)
+        to_latent, _ = self._latent_weights(layer, mla)
+        latent = self._per_head(g, nope, to_latent)
+        joined = g.op("Concat", latent, rope, axis=2)
+        part.write(g.op("Reshape", joined, g.constant([0, heads.q], np.int64)), "q", heads.q)
+        both = linears.one(x, self._matrix(name("attn_kv_a_mqa.weight")))
+        latent, rope = g.ops("Split", 2, both, g.constant([mla.kv_rank, mla.rope], np.int64), axis=1)
+        latent = self._norm(g, latent, name("attn_kv_a_norm.weight"))
+        part.write(g.op("Concat", latent, rope, axis=1), "k", heads.k)
+
+    @staticmethod
+    def _per_head(g: Graph, x: str, weights: F32) -> str:
+        """Multiply each head by a matrix of its own: [n, heads, a] by [heads, a, b] to [n, heads, b]."""
+        by_head = g.op("Transpose", x, perm=[1, 0, 2])
+        return g.op("Transpose", g.op("MatMul", by_head, g.weight(weights)), perm=[1, 0, 2])
+
+    def _latent_weights(self, layer: LayerShape, mla: MlaShape) -> tuple[F32, F32]:
+        """Return the matrices from queries to latent keys [heads, nope, kv_rank], and from latent values to
+        values [heads, kv_rank, value]."""
+        if mla.split:
+            keys = self.vector(layer.name("attn_k_b.weight"))
+            values = self.vector(layer.name("attn_v_b.weight"))
+            return keys.transpose(0, 2, 1), values.transpose(0, 2, 1)
+        both = self.vector(layer.name("attn_kv_b.weight"))
+        both = both.reshape(layer.attention.n_head, mla.nope + mla.value, mla.kv_rank)
+        return both[:, : mla.nope], both[:, mla.nope :].transpose(0, 2, 1)
 
     def _head_norm(self, g: Graph, x: str, layer: LayerShape, suffix: str, n_head: int) -> str:
         """Norm queries or keys, over each head or over the whole projection, as the weight's length says."""
@@ -242,8 +320,14 @@ class Parts:
     ) -> tuple[str, str]:
         """Return the hidden state with attention added, and its norm for the feed-forward part."""
         g = part.graph
-        a = layer.attention
-        attended = part.read("attention", a.n_head * a.value_length)
+        heads = self.heads(layer)
+        attended = part.read("attention", heads.attended)
+        mla = layer.attention.mla
+        if mla is not None:
+            apart = g.op("Reshape", attended, g.constant([0, heads.n_head, mla.kv_rank], np.int64))
+            _, to_values = self._latent_weights(layer, mla)
+            flat = g.constant([0, heads.n_head * mla.value], np.int64)
+            attended = g.op("Reshape", self._per_head(g, apart, to_values), flat)
         matrices, biases = self._matrices(layer, ("attn_output",))
         added = linears.one(attended, matrices[0], biases[0])
         if layer.attn_post_norm:

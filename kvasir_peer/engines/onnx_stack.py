@@ -24,7 +24,7 @@ from kvasir_peer.engines.base import (
 from kvasir_peer.engines.onnx_attention import Attentions
 from kvasir_peer.engines.onnx_graph import Bound, Runtime, Session
 from kvasir_peer.engines.onnx_linear import Kernels
-from kvasir_peer.engines.onnx_parts import Part, Parts, Port
+from kvasir_peer.engines.onnx_parts import Part, Parts, Port, heads_of
 from kvasir_peer.engines.rope import RopeTable
 from kvasir_peer.errors import EngineError
 from kvasir_peer.models.sources import TensorSource
@@ -115,8 +115,7 @@ class OnnxStack(LayerStack):
         self._runtime = Runtime.of(spec.threads, spec.device)
         self._load(source, kernels, progress)
         layers = shape.layers[spec.first : spec.end]
-        attention = layers[-1].attention
-        self._attended = attention.n_head * attention.value_length
+        self._attended = heads_of(layers[-1], source.tensors).attended
         # Parts after the last attention; their rows are others at the tail, where only some want an output.
         self._n_last = 1 if layers[-1].moe is None else 2
         self._buffers = self._allocate(self._parts[: -self._n_last])
