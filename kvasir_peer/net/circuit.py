@@ -217,6 +217,5 @@ class CircuitListener:
 
     @staticmethod
     async def _answer(stream: MuxedStream, status: int) -> None:
-        message = _StopMessage(type=_StopMessage.STATUS)
-        message.status = status
+        message = _StopMessage(type=_StopMessage.STATUS, status=status)  # type: ignore[arg-type]
         await delimited.write_message(stream, message)

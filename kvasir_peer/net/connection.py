@@ -94,8 +94,8 @@ class Connection:
         path: ``direct`` or ``relayed``.
         address: for people: ``host:port``, or the relay's peer id.
         on_stream: called with each stream the other side opens.
-        on_ready: called once the multiplexer was agreed on.
         on_closed: called once, with the reason.
+        on_ready: called once the multiplexer was agreed on.
         max_inbound_streams: see :class:`Yamux`.
 
     Attributes:
@@ -113,8 +113,8 @@ class Connection:
         path: str,
         address: str,
         on_stream: Callable[[Connection, MuxedStream], None],
-        on_ready: Callable[[Connection], None],
         on_closed: Callable[[Connection, str], None],
+        on_ready: Callable[[Connection], None] | None = None,
         max_inbound_streams: int = yamux.MAX_INBOUND_STREAMS,
     ) -> None:
         self.remote_peer = secured.remote_peer
@@ -338,7 +338,8 @@ class Connection:
             self._negotiation = None
             self.ready.set()
             self.mux.ping(trio.current_time())
-            self._on_ready(self)
+            if self._on_ready is not None:
+                self._on_ready(self)
             self._wake()
             if rest := lines.rest():
                 self.mux.feed(memoryview(rest))

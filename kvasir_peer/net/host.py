@@ -392,7 +392,7 @@ class Host:
                         raise LinkError(f"{secured.remote_peer} answered instead of {address.peer}")
                 else:
                     secured = await self.identity.secure_outbound(carried, address.peer)
-            if deadline.cancelled_caught:
+            if deadline.cancelled_caught or carried is None:
                 raise LinkError("no answer in time")
             connection = self._new(secured, "direct", address.transport)
             started.append(connection)

@@ -60,22 +60,24 @@ class LineBuffer:
 
     def next_line(self) -> str | None:
         """The next whole line, or None when more bytes are needed. Raises WireError."""
-        length = shift = 0
-        for index, byte in enumerate(self._bytes[:3]):
+        length = shift = used = 0
+        while True:
+            if used >= 3:
+                raise WireError("oversize", f"a multistream line is over {MAX_LINE_BYTES} bytes long")
+            if used >= len(self._bytes):
+                return None
+            byte = self._bytes[used]
             length |= (byte & 0x7F) << shift
             shift += 7
+            used += 1
             if byte < 0x80:
                 break
-        else:
-            if len(self._bytes) >= 3:
-                raise WireError("oversize", f"a multistream line is over {MAX_LINE_BYTES} bytes long")
-            return None
         if length > MAX_LINE_BYTES:
             raise WireError("oversize", f"a multistream line is over {MAX_LINE_BYTES} bytes long")
-        end = index + 1 + length
+        end = used + length
         if len(self._bytes) < end:
             return None
-        line = decode_line(bytes(self._bytes[index + 1 : end]))
+        line = decode_line(bytes(self._bytes[used:end]))
         del self._bytes[:end]
         return line
 

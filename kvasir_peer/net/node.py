@@ -148,7 +148,7 @@ class Node:
             self.host.nursery.start_soon(supervisor.run)
 
     def addresses(self) -> list[str]:
-        """Where others reach us: through relays at which a place is held and a dial to ourselves worked, and directly."""
+        """Where others reach us: directly, and through relays at which a dial to ourselves worked."""
         through = [text for supervisor in self._supervisors.values() for text in supervisor.addresses]
         return through + [f"{text}/p2p/{self.peer_id}" for text in self.host.listening]
 

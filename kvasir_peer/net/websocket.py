@@ -83,7 +83,7 @@ class WebSocketDuplex:
             if not data:
                 self._ended = True
                 return []
-            self._socket.receive_data(data)
+            self._socket.receive_data(bytes(data))
             return list(self._socket.events())
         except wsproto.utilities.ProtocolError as error:
             raise WireError("malformed", f"not a WebSocket: {error}") from None
