@@ -6,6 +6,7 @@ at once.
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -58,9 +59,19 @@ def _expected(group: BaseExceptionGroup[BaseException]) -> KvasirError | None:
     return first
 
 
+def _unknown(word: str, arguments: Sequence[str]) -> str:
+    in_models = arguments[0] == "models" and word != "models"
+    names = [name for name, _, _ in (MODEL_COMMANDS if in_models else COMMANDS)]
+    if not in_models:
+        names.append("models")
+    near = difflib.get_close_matches(word, names, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+    return f"unknown command {word!r}: {hint}"
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run a command line (without the program's name) and return its exit status."""
-    from cyclopts import App, CycloptsError
+    from cyclopts import App, CycloptsError, UnknownCommandError
 
     app = App(
         name=PROGRAM,
@@ -70,15 +81,19 @@ def run(arguments: Sequence[str]) -> int:
     )
     for order, (name, function, help_text) in enumerate(COMMANDS):
         app.command(function, name=name, help=help_text, sort_key=order)
-    models = App(name="models", help="Look after GGUF files and the weights on disk.")
+    models = App(name="models", help="Look after GGUF files and weights on disk.", sort_key=len(COMMANDS))
     for name, function, help_text in MODEL_COMMANDS:
         models.command(function, name=name, help=help_text)
-    app.command(models, sort_key=len(COMMANDS))
+    app.command(models)
     if not arguments:
         app.help_print([])
         return WRONG_USE
     try:
         result = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+    except UnknownCommandError as error:
+        # Its own text would import every command to look for a likely name.
+        _say(_unknown(error.unused_tokens[0] if error.unused_tokens else "", arguments))
+        return WRONG_USE
     except CycloptsError as error:
         _say(f"{error} (see {PROGRAM} --help)")
         return WRONG_USE

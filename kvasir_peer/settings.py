@@ -23,19 +23,16 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
-from kvasir_peer import addresses, identity
+from kvasir_peer import addresses, identity, ticket
 from kvasir_peer.errors import SettingsError, TicketError
-
-if TYPE_CHECKING:
-    from kvasir_peer.ticket import Ticket
+from kvasir_peer.ticket import Ticket
 
 CONFIG_FILE: Final = "config.toml"
 TICKET_FILE: Final = "ticket"
 STORE_FOLDER: Final = "store"
 MAX_STAGES: Final = 64
-TICKET_ROLES: Final = ("volunteer", "stage", "coordinator")
 
 ENV_PREFIX: Final = "KVASIR_"
 
@@ -210,8 +207,8 @@ def _check_secret(word: str) -> None:
 
 
 def _check_role(word: str) -> None:
-    if word not in TICKET_ROLES:
-        raise ValueError(f"expected roles out of {', '.join(TICKET_ROLES)}")
+    if word not in ticket.ROLES:
+        raise ValueError(f"expected roles out of {', '.join(ticket.ROLES)}")
 
 
 _ENGINE: Final = choice("auto", "onnx", "torch")
@@ -355,8 +352,6 @@ class StageSettings(PeerSettings):
         Raises:
             TicketError: there is none, or it is wrong, over at ``now`` (Unix time), or for other roles.
         """
-        from kvasir_peer import ticket
-
         if self.ticket:
             found = ticket.parse(self.ticket)
         elif self.bridge_peer or self.secret:
@@ -364,7 +359,7 @@ class StageSettings(PeerSettings):
                 raise TicketError("without a ticket give all of --bridge-peer, --secret and --relay")
             secret = bytes.fromhex(self.secret)
             end = (1 << 40) - 1  # the bridge knows when its secret is over
-            found = ticket.Ticket(self.relays, self.bridge_peer, "kvasir", frozenset({role}), end, secret)
+            found = Ticket(self.relays, self.bridge_peer, "kvasir", frozenset({role}), end, secret)
         else:
             found = load_ticket(self.home)
         found.check(now=now, role=role)
@@ -581,8 +576,6 @@ def load_ticket(home: Path) -> Ticket:
     Raises:
         TicketError: there is none, or it is damaged.
     """
-    from kvasir_peer import ticket
-
     try:
         saved = (home / TICKET_FILE).read_text("ascii")
     except FileNotFoundError:

@@ -24,9 +24,8 @@ from typing import Final
 
 from kvasir_peer import addresses, identity
 from kvasir_peer.errors import TicketError
-from kvasir_peer.settings import TICKET_ROLES
 
-ROLES: Final = TICKET_ROLES  # in the order of their bits
+ROLES: Final = ("volunteer", "stage", "coordinator")  # in the order of their bits
 
 SECRET_BYTES = 16
 MAX_RELAYS = 4
