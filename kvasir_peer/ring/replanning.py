@@ -1,0 +1,171 @@
+"""The next epoch of a plan, when stages are lost or leave."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from kvasir_peer.ring.offers import (
+    Links,
+    Memory,
+    ModelNeeds,
+    Place,
+    Planned,
+    Slice,
+    StageOffer,
+    Wishes,
+    layers_text,
+)
+from kvasir_peer.ring.plan import Plan
+from kvasir_peer.ring.planner import Search, assemble, plan_ring, standbys
+
+# Where neighbours share the layers of a lost stage, borders tried for each gap.
+BORDERS_TRIED = 12
+
+
+def replan(
+    plan: Plan,
+    lost: Iterable[str],
+    offers: Sequence[StageOffer],
+    needs: ModelNeeds,
+    links: Links,
+    wishes: Wishes,
+    *,
+    now: float = 0.0,
+    fresh: tuple[str, ...] = (),
+    memory: Memory | None = None,
+) -> Planned:
+    """The next epoch of a plan, without the peers that were lost.
+
+    Survivors keep their layers where that is possible at all. Each lost stage goes, by preference, to a peer that has
+    its slice loaded, then to one that has it on disk, then to any that can hold it, then to its neighbours; when
+    none of that covers the layers, the ring is planned anew from whoever is left. No peer ever gets all layers.
+
+    Args:
+        plan: the present one.
+        lost: peers that have no place any more.
+        offers: of everybody who is there, survivors included.
+        fresh: survivors that have lost their KV cache (a restarted engine).
+        memory: as for :func:`plan_ring`.
+    """
+    gone = set(lost)
+    here = {offer.peer: offer for offer in offers if offer.peer not in gone}
+    search = Search(needs, links, replace(wishes, dtype=plan.dtype), plan.bridge, memory)
+    stages: list[StageOffer | None] = [here.get(stage.peer) for stage in plan.stages]
+    parts: list[Slice] = [(stage.first, stage.end) for stage in plan.stages]
+    words: dict[str, str] = {}
+    taken = {offer.peer for offer in stages if offer is not None}
+    for i in [i for i, offer in enumerate(stages) if offer is None]:
+        substitute = _substitute(
+            search, parts[i], [o for o in here.values() if o.peer not in taken], stages, i
+        )
+        if substitute is not None:
+            offer, how = substitute
+            stages[i] = offer
+            taken.add(offer.peer)
+            words[offer.peer] = f"{layers_text(parts[i])}, in place of {plan.stages[i].peer}: {how}"
+    if any(offer is None for offer in stages):
+        merged = _merge(search, stages, parts)
+        if merged is None:
+            return _anew(plan, here, needs, links, wishes, now, memory)
+        before = {o.peer: parts[i] for i, o in enumerate(stages) if o is not None}
+        kept_stages, parts = merged
+        stages = list(kept_stages)
+        for offer, part in zip(kept_stages, parts, strict=True):
+            if before[offer.peer] != part:
+                words[offer.peer] = (
+                    f"{layers_text(part)}: it takes over from its neighbour, as no standby fits"
+                )
+    order = [offer for offer in stages if offer is not None]
+    cuts = [0, *(end for _, end in parts)]
+    still_fresh = tuple(p for p in fresh if p in {o.peer for o in order})
+    made = assemble(
+        search, order, cuts, plan.bridge, plan.id, plan.epoch + 1, now, plan.bridge_addresses, still_fresh
+    )
+    forecast = search.forecast(order, cuts)
+    places = [
+        Place(o.peer, "stage", words.get(o.peer, f"{layers_text(parts[i])}: it keeps its place"), parts[i])
+        for i, o in enumerate(order)
+    ]
+    members = {o.peer for o in order}
+    spare = [o for o in here.values() if o.peer not in members]
+    places += standbys(search, made, spare, forecast, order, {})
+    return Planned(made, "", tuple(places), forecast)
+
+
+def _substitute(
+    search: Search,
+    part: Slice,
+    spare: Sequence[StageOffer],
+    stages: Sequence[StageOffer | None],
+    place: int,
+) -> tuple[StageOffer, str] | None:
+    able = [o for o in spare if search.fits(o, *part)]
+    if not able:
+        return None
+    near = [o for o in (stages[place - 1], stages[(place + 1) % len(stages)]) if o is not None]
+
+    def cost(offer: StageOffer) -> tuple[int, float]:
+        readiness = 0 if offer.loaded == part else 1 if part in offer.on_disk else 2
+        way = sum(search.links.between(offer.peer, o.peer).seconds for o in near)
+        return readiness, offer.line(search.needs, *part).seconds(1) + way
+
+    best = min(able, key=lambda o: (*cost(o), o.peer))
+    return best, ("it has them loaded", "it has them on disk", "it fetches them")[cost(best)[0]]
+
+
+def _merge(
+    search: Search, stages: Sequence[StageOffer | None], parts: Sequence[Slice]
+) -> tuple[list[StageOffer], list[Slice]] | None:
+    """Let neighbours share the layers of the places that are empty; None when fewer than two stages would be left."""
+    survivors = [(offer, parts[i]) for i, offer in enumerate(stages) if offer is not None]
+    if len(survivors) < 2:
+        return None
+    order = [offer for offer, _ in survivors]
+    best: tuple[float, list[int]] | None = None
+    # Each gap between neighbouring survivors is cut once; the ends go to the outermost ones.
+    options = []
+    for (_, left), (_, right) in itertools.pairwise(survivors):
+        step = max(1, (right[0] - left[1]) // (BORDERS_TRIED - 1))
+        options.append([*range(left[1], right[0], step), right[0]])
+    for cuts in itertools.product(*options):
+        whole = [0, *cuts, search.needs.n_layer]
+        if all(search.fits(o, whole[i], whole[i + 1]) for i, o in enumerate(order)):
+            moved = sum((whole[i], whole[i + 1]) != part for i, (_, part) in enumerate(survivors))
+            # Each survivor whose layers change has to load and compute again, which is a pause for everybody.
+            score = search.forecast(order, whole).score / (1.0 + 0.5 * moved)
+            if best is None or score > best[0]:
+                best = (score, whole)
+    if best is None:
+        return None
+    whole = best[1]
+    return order, [(whole[i], whole[i + 1]) for i in range(len(order))]
+
+
+def _anew(
+    plan: Plan,
+    here: Mapping[str, StageOffer],
+    needs: ModelNeeds,
+    links: Links,
+    wishes: Wishes,
+    now: float,
+    memory: Memory | None,
+) -> Planned:
+    planned = plan_ring(
+        needs,
+        list(here.values()),
+        links,
+        replace(wishes, stages=None, dtype=plan.dtype),
+        bridge=plan.bridge,
+        plan_id=plan.id,
+        epoch=plan.epoch + 1,
+        now=now,
+        bridge_addresses=plan.bridge_addresses,
+        memory=memory,
+    )
+    if planned.plan is not None:
+        return planned
+    holes = [s for s in plan.stages if s.peer not in here]
+    text = ", ".join(layers_text((s.first, s.end)) for s in holes)
+    return replace(planned, missing=f"nobody can take over {text}: {planned.missing}")
