@@ -322,15 +322,15 @@ class ChunkStore(ChunkReader):
             whole = sum(wanted.values())
             if need + kept > self.limit_bytes:
                 raise ResourceError(
-                    f"{self.root}: the slice takes {_mb(whole)}, {_mb(need)} of them still to be fetched, but the "
-                    f"store's limit of {_mb(self.limit_bytes)} leaves room for {_mb(self.limit_bytes - kept)}; "
+                    f"{self.root}: the slice takes {_size(whole)}, {_size(need)} of them still to be fetched, but the "
+                    f"store's limit of {_size(self.limit_bytes)} leaves room for {_size(self.limit_bytes - kept)}; "
                     "raise the limit or take a smaller slice"
                 )
             room = self._disk_room() + evictable
             if need > room:
                 raise ResourceError(
-                    f"{self.root}: {_mb(need)} are still to be fetched, but the disk has room for {_mb(room)} "
-                    f"({_mb(self._min_disk_free)} stay free); free some disk or take a smaller slice"
+                    f"{self.root}: {_size(need)} are still to be fetched, but the disk has room for {_size(room)} "
+                    f"({_size(self._min_disk_free)} stay free); free some disk or take a smaller slice"
                 )
 
     def put(self, digest: bytes, data: bytes | bytearray | memoryview) -> bool:
@@ -475,13 +475,13 @@ class ChunkStore(ChunkReader):
         evictable = self._used - pinned
         if over > evictable:
             raise ResourceError(
-                f"{self.root}: no room for a chunk of {size:,} bytes: of the limit of {_mb(self.limit_bytes)}, "
-                f"{_mb(pinned + self._reserved)} are in use; raise the limit or take a smaller slice"
+                f"{self.root}: no room for a chunk of {size:,} bytes: of the limit of {_size(self.limit_bytes)}, "
+                f"{_size(pinned + self._reserved)} are in use; raise the limit or take a smaller slice"
             )
         if short > evictable:
             raise ResourceError(
                 f"{self.root}: no room for a chunk of {size:,} bytes: the disk has "
-                f"{_mb(shutil.disk_usage(self.root).free)} free, of which {_mb(self._min_disk_free)} stay free; "
+                f"{_size(shutil.disk_usage(self.root).free)} free, of which {_size(self._min_disk_free)} stay free; "
                 "free some disk or take a smaller slice"
             )
         self._evict(max(over, short))
@@ -509,7 +509,7 @@ class ChunkStore(ChunkReader):
 
     def _forget(self, digest: bytes) -> None:
         with self._mutex:
-            if digest in self._entries:
+            if digest in self._entries and not self.path(digest).exists():
                 self._drop(digest)
 
     def _damaged(self, digest: bytes, why: str) -> NoReturn:
@@ -528,8 +528,8 @@ def _digest(name: str) -> bytes | None:
     return digest if len(digest) == HASH_BYTES and name == digest.hex() else None
 
 
-def _mb(n_bytes: int) -> str:
-    return f"{n_bytes / 1e6:,.1f} MB"
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / 1e6:,.1f} MB" if abs(n_bytes) >= 100_000 else f"{n_bytes / 1e3:,.1f} kB"
 
 
 def _reason(error: OSError) -> str:
