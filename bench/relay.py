@@ -1,0 +1,481 @@
+"""What the relay can do, with its goals: ``python bench/relay.py [--quick] [--json FILE]``.
+
+Everything runs on loopback, each part in a process of its own: the relay, a peer that answers (``--part answer``) and
+this one. Peers speak Noise and Yamux end to end through the relay, as they do in use. On a busy machine the rates by
+CPU time, the ratios and the smallest times are what to look at.
+
+Rows: name, value, unit, goal (or null), holds (or null).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import trio
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "relay")]
+
+from kvasir_peer.errors import LinkError
+from kvasir_peer.identity import Identity
+from kvasir_peer.net import circuit, maddr
+from kvasir_peer.net.connection import Connection, run_over_tcp
+from kvasir_peer.net.duplex import TcpDuplex, receive_exactly
+from kvasir_peer.net.host import Host, new_host
+from kvasir_peer.net.noise import NoiseIdentity
+from kvasir_peer.net.yamux import MuxedStream, Priority
+
+ECHO, SINK = "/bench/echo/1", "/bench/sink/1"
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+Row = dict[str, Any]
+
+
+class Rows:
+    """The table, printed as it grows."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def add(self, name: str, value: float, unit: str, goal: str = "", holds: bool | None = None) -> None:
+        self.rows.append(
+            {"name": name, "value": round(value, 4), "unit": unit, "goal": goal or None, "holds": holds}
+        )
+        verdict = "" if holds is None else ("  holds" if holds else "  MISSED")
+        print(f"{name:58} {value:10.3f} {unit:10} {goal:14}{verdict}", flush=True)
+
+
+# --- the peer that answers ---------------------------------------------------------------------------------------
+
+
+async def answer(relay: str) -> None:
+    """Listen, hold a reservation, echo frames and swallow bulk, until killed."""
+    host = new_host(Identity.generate().private_key, listen=["/ip4/127.0.0.1/tcp/0"])
+    host.handle(ECHO, _echo)
+    host.handle(SINK, _sink)
+    circuit.CircuitListener(host, lambda peer: True)
+    async with host.running():
+        connection = await host.dial(maddr.parse(relay))
+        await circuit.reserve(connection, host.peer_id)
+        print(
+            json.dumps({"peer": host.peer_id, "direct": f"{host.listening[0]}/p2p/{host.peer_id}"}),
+            flush=True,
+        )
+        await trio.sleep_forever()
+
+
+async def _echo(stream: MuxedStream) -> None:
+    stream.priority = Priority.DECODE
+    while True:
+        size = await receive_exactly(stream, 4)
+        await stream.send_all(size + await receive_exactly(stream, int.from_bytes(size, "big")))
+
+
+async def _sink(stream: MuxedStream) -> None:
+    """Swallow as many bytes as the first eight say, then say so."""
+    total = left = int.from_bytes(await receive_exactly(stream, 8), "big")
+    while left:
+        data = await stream.receive_view(left)
+        if not data:
+            return
+        left -= len(data)
+    await stream.send_all(total.to_bytes(8, "big"))
+
+
+# --- processes ---------------------------------------------------------------------------------------------------
+
+
+class Process:
+    """A part of the bench in a process of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        path = os.pathsep.join([str(ROOT), str(ROOT / "relay")])
+        self.process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        assert self.process.stdout is not None
+        self.line = self.process.stdout.readline().strip()
+        self.ps = psutil.Process(self.process.pid)
+
+    def cpu(self) -> float:
+        times = self.ps.cpu_times()
+        return times.user + times.system
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def start_relay(home: str, *arguments: str) -> Process:
+    return Process(
+        "-m",
+        "kvasir_relay",
+        *("--home", home, "--listen", "/ip4/127.0.0.1/tcp/0", "--log.level", "warning", "--drain-time", "0"),
+        *arguments,
+    )
+
+
+def start_answer(relay: str) -> tuple[Process, dict[str, str]]:
+    process = Process(__file__, "--part", "answer", "--relay", relay)
+    return process, json.loads(process.line)
+
+
+@asynccontextmanager
+async def client(relay: str) -> AsyncIterator[tuple[Host, Connection]]:
+    """A peer of this process, connected to the relay."""
+    host = new_host(Identity.generate().private_key)
+    async with host.running():
+        yield host, await host.dial(maddr.parse(relay))
+
+
+# --- measurements ------------------------------------------------------------------------------------------------
+
+
+async def round_trips(stream: MuxedStream, size: int, count: int, pause: float = 0.0) -> list[float]:
+    """Seconds for a frame there and back, one after the other."""
+    frame = size.to_bytes(4, "big") + os.urandom(size)
+    times = []
+    for _ in range(count):
+        if pause:
+            await trio.sleep(pause)
+        start = time.perf_counter()
+        await stream.send_all(frame)
+        await receive_exactly(stream, 4 + size)
+        times.append(time.perf_counter() - start)
+    return times
+
+
+async def bulk(stream: MuxedStream, total: int, piece: int = 64 * KIB) -> float:
+    """Seconds for ``total`` bytes one way, until the other side has them all."""
+    block = os.urandom(piece)
+    start = time.perf_counter()
+    await stream.send_all(total.to_bytes(8, "big"))
+    left = total
+    while left:
+        await stream.send_all(block[: min(piece, left)])
+        left -= min(piece, left)
+    with trio.fail_after(30):
+        assert int.from_bytes(await receive_exactly(stream, 8), "big") == total
+    return time.perf_counter() - start
+
+
+async def opened(connection: Connection, protocol: str, priority: Priority) -> MuxedStream:
+    stream = await connection.open_stream(protocol)
+    stream.priority = priority
+    return stream
+
+
+async def latency_and_rate(rows: Rows, relay: Process, quick: bool) -> None:
+    process, place = start_answer(relay.line)
+    try:
+        async with client(relay.line) as (host, at_relay):
+            direct = await host.dial(maddr.parse(place["direct"]))
+            relayed = await circuit.connect(host, at_relay, place["peer"])
+            echo_direct = await opened(direct, ECHO, Priority.DECODE)
+            echo_relayed = await opened(relayed, ECHO, Priority.DECODE)
+            rounds, count = (4, 60) if quick else (10, 150)
+            for size in (KIB, 16 * KIB):
+                near: list[float] = []
+                far: list[float] = []
+                for _ in range(rounds):  # interleaved, so that the load of the machine hits both
+                    near += await round_trips(echo_direct, size, count)
+                    far += await round_trips(echo_relayed, size, count)
+                a, b = statistics.median(near), statistics.median(far)
+                rows.add(f"{size // KIB} KB round trip, direct", a * 1e3, "ms")
+                rows.add(f"{size // KIB} KB round trip, through the relay", b * 1e3, "ms")
+                goal = size == 16 * KIB
+                rows.add(
+                    f"{size // KIB} KB round trip, relay / direct",
+                    b / a,
+                    "times",
+                    "<= 2.8" if goal else "",
+                    b / a <= 2.8 if goal else None,
+                )
+
+            total = (96 if quick else 512) * MIB
+            sink = await opened(relayed, SINK, Priority.WEIGHTS)
+            cpu = relay.cpu()
+            seconds = await bulk(sink, total)
+            cpu = relay.cpu() - cpu
+            rows.add("bulk in 64 KB frames, end to end", total / seconds / 1e6, "MB/s")
+            rate = total / cpu / 1e6
+            rows.add("forwarding per core (relay CPU)", rate, "MB/s", ">= 150", rate >= 150)
+
+            await beside_bulk(rows, relayed, echo_relayed, quick)
+    finally:
+        process.stop()
+
+
+async def beside_bulk(rows: Rows, relayed: Connection, echo: MuxedStream, quick: bool) -> None:
+    """A small message while a prefill flows on another stream of the same circuit; both paced alike."""
+    count = 100 if quick else 300
+    quiet = await round_trips(echo, KIB, count, pause=0.004)
+    sink = await opened(relayed, SINK, Priority.PREFILL)
+    total = 1 << 40
+    await sink.send_all(total.to_bytes(8, "big"))
+
+    async def pour() -> None:
+        block = os.urandom(64 * KIB)
+        while True:
+            await sink.send_all(block)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(pour)
+        await trio.sleep(0.1)
+        busy = await round_trips(echo, KIB, count, pause=0.004)
+        nursery.cancel_scope.cancel()
+    sink.reset("measured")
+    a, b = statistics.median(quiet), statistics.median(busy)
+    rows.add("1 KB round trip through the relay, quiet (paced)", a * 1e3, "ms")
+    rows.add("1 KB round trip through the relay, beside bulk", b * 1e3, "ms")
+    rows.add("1 KB round trip, beside bulk / quiet", b / a, "times", "<= 3", b / a <= 3)
+
+
+async def fairness(rows: Rows, relay: Process, quick: bool) -> None:
+    """Ten circuits between pairs of peers, all pushing for the same time."""
+    seconds = 3.0 if quick else 10.0
+    answers = [start_answer(relay.line) for _ in range(2)]
+    try:
+        carried = [0] * 10
+        async with trio.open_nursery() as nursery:
+            ready = trio.Event()
+            waiting = [0]
+
+            async def push(number: int) -> None:
+                async with client(relay.line) as (host, at_relay):
+                    relayed = await circuit.connect(host, at_relay, answers[number % 2][1]["peer"])
+                    stream = await opened(relayed, SINK, Priority.WEIGHTS)
+                    await stream.send_all((1 << 40).to_bytes(8, "big"))
+                    block = os.urandom(64 * KIB)
+                    waiting[0] += 1
+                    if waiting[0] == 10:
+                        ready.set()
+                    await ready.wait()
+                    with trio.move_on_after(seconds):
+                        while True:
+                            await stream.send_all(block)
+                            carried[number] += len(block)
+                    stream.reset("measured")
+
+            for number in range(10):
+                nursery.start_soon(push, number)
+        mean = sum(carried) / len(carried)
+        rows.add("ten circuits at once, all together", sum(carried) / seconds / 1e6, "MB/s")
+        share = min(carried) / mean
+        rows.add("ten circuits at once, slowest / mean", share, "share", ">= 0.7", share >= 0.7)
+    finally:
+        for process, _ in answers:
+            process.stop()
+
+
+async def killed(rows: Rows, relay: Process) -> None:
+    """kill -9 of either end, seen by the other; and what the relay still holds afterwards."""
+    for name, kill_target in (("target", True), ("source", False)):
+        process, place = start_answer(relay.line)
+        async with client(relay.line) as (host, at_relay):
+            if kill_target:
+                relayed = await circuit.connect(host, at_relay, place["peer"])
+                await round_trips(await opened(relayed, ECHO, Priority.DECODE), KIB, 3)
+                start = time.perf_counter()
+                process.process.send_signal(signal.SIGKILL)
+                with trio.move_on_after(20):
+                    await relayed.closed.wait()
+                seconds = time.perf_counter() - start
+            else:
+                # The other way round: the answering process opens the circuit to us and is killed.
+                process.stop()
+                circuit.CircuitListener(host, lambda peer: True)
+                host.handle(ECHO, _echo)
+                await circuit.reserve(at_relay, host.peer_id)
+                came: list[Connection] = []
+                arrived = trio.Event()
+
+                def connected(connection: Connection) -> None:
+                    came.append(connection)
+                    arrived.set()
+
+                host.on_connection.append(connected)
+                process = await trio.to_thread.run_sync(
+                    lambda: Process(
+                        __file__, "--part", "source", "--relay", relay.line, "--peer", host.peer_id
+                    )
+                )
+                with trio.fail_after(20):
+                    await arrived.wait()
+                start = time.perf_counter()
+                process.process.send_signal(signal.SIGKILL)
+                with trio.move_on_after(20):
+                    await came[0].closed.wait()
+                seconds = time.perf_counter() - start
+        process.stop()
+        rows.add(f"kill -9 of the {name}, seen by the other end", seconds, "s", "<= 2", seconds <= 2)
+
+
+async def source(relay: str, peer: str) -> None:
+    """Open a circuit to a peer, say so, and stay."""
+    async with client(relay) as (host, at_relay):
+        relayed = await circuit.connect(host, at_relay, peer)
+        await round_trips(await opened(relayed, ECHO, Priority.DECODE), KIB, 3)
+        print("connected", flush=True)
+        await relayed.closed.wait()
+
+
+async def crowd(relay: str, count: int) -> None:
+    """Many idle peers with a reservation each, in this process."""
+    address = maddr.parse(relay)
+    connections: list[Connection] = []
+    limiter = trio.CapacityLimiter(16)
+
+    async def one(*, task_status: trio.TaskStatus[None]) -> None:
+        async with limiter:
+            identity = Identity.generate()
+            noise = NoiseIdentity(identity.private_key)
+            stream = await trio.open_tcp_stream(address.host, address.port)
+            sock = stream.socket.detach()
+            import socket
+
+            plain = socket.socket(fileno=sock)
+            plain.setblocking(False)
+            duplex = TcpDuplex(plain)
+            secured = await noise.secure_outbound(duplex, address.peer)
+            connection = Connection(
+                secured,
+                path="direct",
+                address="relay",
+                on_stream=lambda _, other: other.reset("not here"),
+                on_ready=lambda _: None,
+                on_closed=lambda _, reason: None,
+            )
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(run_over_tcp, connection, duplex)
+                await connection.ready.wait()
+                await circuit.reserve(connection, identity.peer_id)
+                connections.append(connection)
+                limiter.release()
+                try:
+                    task_status.started()
+                    await connection.closed.wait()
+                finally:
+                    await limiter.acquire()
+            raise LinkError(f"the relay let an idle peer go: {connection.reason}")
+
+    async with trio.open_nursery() as nursery:
+        async with trio.open_nursery() as starting:
+            for _ in range(count):
+                starting.start_soon(nursery.start, one)
+        print("reserved", flush=True)
+        while True:
+            await trio.sleep(1)
+            for connection in connections:
+                connection.tick(trio.current_time())
+
+
+def idle(rows: Rows, home: str, quick: bool) -> None:
+    """Memory and CPU of many reserved peers that do nothing."""
+    count = 1000
+    relay = start_relay(
+        home,
+        *("--limits.connections-per-ip", "0", "--limits.connections-per-prefix", "0"),
+        *("--limits.reservations-per-ip", "0", "--limits.reservations-per-prefix", "0"),
+        *("--limits.new-connections-per-ip", "0", "--limits.requests-per-ip", "0"),
+        *("--limits.handshakes-per-ip", "0"),
+    )
+    try:
+        # The relay has listened since it printed its address; nothing but imports has happened so far.
+        before = relay.ps.memory_info().rss
+        many = Process(__file__, "--part", "crowd", "--relay", relay.line, "--count", str(count))
+        try:
+            grown = (relay.ps.memory_info().rss - before) / 1e6
+            rows.add(f"{count} reserved idle peers, memory above start", grown, "MB", "<= 80", grown <= 80)
+            seconds = 8 if quick else 40
+            cpu = relay.cpu()
+            time.sleep(seconds)
+            share = (relay.cpu() - cpu) / seconds * 100
+            rows.add(f"{count} reserved idle peers, CPU", share, "% of core", "<= 3", share <= 3)
+        finally:
+            many.stop()
+    finally:
+        relay.stop()
+
+
+async def one_large_circuit(rows: Rows, relay: Process, quick: bool) -> None:
+    total = 256 * MIB if quick else 10 * GIB
+    process, place = start_answer(relay.line)
+    try:
+        async with client(relay.line) as (host, at_relay):
+            relayed = await circuit.connect(host, at_relay, place["peer"])
+            memory = relay.ps.memory_info().rss
+            seconds = await bulk(await opened(relayed, SINK, Priority.WEIGHTS), total)
+            name = (
+                "one circuit carries 256 MiB (10 GiB without --quick)"
+                if quick
+                else "one circuit carries 10 GiB"
+            )
+            rows.add(name, total / GIB, "GiB", "" if quick else ">= 10", None if quick else True)
+            rows.add("one large circuit, rate", total / seconds / 1e6, "MB/s")
+            rows.add("one large circuit, memory grown", (relay.ps.memory_info().rss - memory) / 1e6, "MB")
+    finally:
+        process.stop()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="under a minute; 256 MiB in place of 10 GiB")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument(
+        "--only", help="a word in the name of the measurement: latency, fair, kill, idle, large"
+    )
+    for name in ("part", "relay", "peer", "count"):
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part == "answer":
+        trio.run(answer, options.relay)
+    elif options.part == "source":
+        trio.run(source, options.relay, options.peer)
+    elif options.part == "crowd":
+        trio.run(crowd, options.relay, int(options.count))
+    if options.part:
+        return 0
+
+    rows = Rows()
+    measurements: dict[str, Callable[[Process], None]] = {
+        "latency": lambda relay: trio.run(latency_and_rate, rows, relay, options.quick),
+        "fair": lambda relay: trio.run(fairness, rows, relay, options.quick),
+        "kill": lambda relay: trio.run(killed, rows, relay),
+        "large": lambda relay: trio.run(one_large_circuit, rows, relay, options.quick),
+    }
+    with tempfile.TemporaryDirectory() as home:
+        for name, measure in measurements.items():
+            if not options.only or options.only in name:
+                relay = start_relay(home)
+                try:
+                    measure(relay)
+                finally:
+                    relay.stop()
+        if not options.only or options.only in "idle":
+            idle(rows, home, options.quick)
+    if options.json:
+        options.json.write_text(json.dumps(rows.rows, indent=1) + "\n")
+    return 0 if all(row["holds"] is not False for row in rows.rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
