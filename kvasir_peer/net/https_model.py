@@ -21,7 +21,7 @@ import logging
 import re
 import ssl
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -245,10 +245,12 @@ class HttpsModel:
         layer_count(self.metadata, self.tensors, self.where)  # before the long work
         name = name or model_name(self.metadata, self.urls[0].path.rpartition("/")[2])
         key = (name, [shown(url) for url in self.urls], self._validators)
-        manifest = cache.get(key, self.tensors) if cache else None
+        # Without a validator another file of the same size would be taken for this one.
+        keep = cache is not None and all(each and (each.etag or each.modified) for each in self._validators)
+        manifest = cache.get(key, self.tensors) if cache and keep else None
         if manifest is None:
             manifest = await self._hash(name, progress)
-            if cache:
+            if cache and keep:
                 await trio.to_thread.run_sync(cache.put, key, manifest)
         self.use_manifest(manifest)
         return manifest
@@ -391,7 +393,7 @@ class HttpsModel:
             except (httpx.UnsupportedProtocol, httpx.TooManyRedirects) as error:
                 raise ModelFileError(f"{shown(self.urls[shard])}: {error}") from None
             except (httpx.TransportError, _Retry) as error:
-                reason = str(error) or type(error).__name__
+                reason = _reason(error)
                 failures = 1 if at > before else failures + 1
                 if failures > len(self._delays) or _is_certificate_error(error):
                     raise LinkError(f"{shown(self.urls[shard])}: can't be read: {reason}") from None
@@ -455,11 +457,19 @@ def _checked(window: ByteRange, data: bytes) -> tuple[dict[bytes, bytes], Chunk 
     return found, None
 
 
-def _is_certificate_error(error: BaseException) -> bool:
-    """Whether a server's certificate is behind an error: that does not mend itself."""
+def _reason(error: BaseException) -> str:
+    """What went wrong in words; httpx often leaves them to the error behind its own."""
+    return next((str(at) for at in _behind(error) if str(at)), type(error).__name__)
+
+
+def _behind(error: BaseException) -> Iterator[BaseException]:
+    """An error, the one that caused it, and so on."""
     at: BaseException | None = error
     while at is not None:
-        if isinstance(at, ssl.SSLCertVerificationError):
-            return True
+        yield at
         at = at.__cause__ or at.__context__
-    return False
+
+
+def _is_certificate_error(error: BaseException) -> bool:
+    """Whether a server's certificate is behind an error: that does not mend itself."""
+    return any(isinstance(at, ssl.SSLCertVerificationError) for at in _behind(error))

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from helpers_models import DENSE, MOE, write_model
+from helpers_models import DATA, DENSE, MOE, write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,6 +64,19 @@ def test_every_chunk_has_the_hash_of_its_bytes(path: Path) -> None:
                 seen[tensor.name] = end
         assert seen == {name: info.n_bytes for name, info in model.tensors.items()}
         assert manifest.n_bytes == model.n_bytes
+
+
+def test_the_format_is_the_documented_one(moe: Manifest) -> None:
+    """Peers of different versions meet in one swarm: another encoding of the same model would part them."""
+    documented = (DATA.parent.parent / "docs" / "models.md").read_text()
+    for fact in (
+        moe.id,
+        moe.root.pages[2].hash.hex(),
+        f"{moe.root.pages[2].encoded_bytes} bytes",
+        moe.root.encode()[:2].hex(" "),
+        moe.pages["blk.0"].encode()[:6].hex(" "),
+    ):
+        assert fact in documented
 
 
 def test_each_expert_is_a_chunk_of_its_own(moe: Manifest) -> None:
