@@ -189,6 +189,24 @@ def duration(low: float, high: float) -> Kind:
     return Kind(parse, str, expects)
 
 
+def number(low: float, high: float) -> Kind:
+    """A number from ``low`` to ``high``."""
+    expects = f"a number from {low:g} to {high:g}"
+
+    def parse(value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise ValueError(f"expected {expects}")
+        try:
+            found = float(value)
+        except ValueError:
+            raise ValueError(f"expected {expects}") from None
+        if not low <= found <= high:  # also false for NaN
+            raise ValueError(f"expected {expects}")
+        return found
+
+    return Kind(parse, float, expects)
+
+
 def option(kind: Kind, default: Any, help_text: str, *, flag: bool = True) -> Any:
     """A field of a settings dataclass."""
     return field(default=default, metadata={"kind": kind, "help": help_text, "flag": flag})
@@ -400,8 +418,43 @@ class SwarmSettings(Settings):
         check_rows(self.micro_batch_rows, self.batch_rows)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings(Settings):
+    """A ring that is only planned: what each of its peers would be."""
+
+    section = "plan"
+
+    model: str = option(text("a GGUF file"), "", "GGUF file to plan for.")
+    stages: int = option(whole(0, MAX_STAGES), 0, "Stages of the ring; 0 takes as many as are good.")
+    peers: int = option(whole(0, 256), 0, "Peers that offer themselves; 0 takes one for each stage.")
+    memory: int = option(size(16_000_000), 8_000_000_000, "Memory that each offers.")
+    read_rate: int = option(
+        size(1_000_000), 4_000_000_000, "Weights that each goes through in a second; a measured one is best."
+    )
+    hop_ms: float = option(
+        number(0.0, 10_000.0), 5.0, "Time of an empty frame from one peer to the next, in milliseconds."
+    )
+    link_rate: int = option(size(1_000), 0, "Bytes a second between peers; auto does not count them.")
+    boundary: str = option(choice("f16", "f32", "bf16"), "f16", "Type of hidden states between stages.")
+    max_requests: int = option(whole(1, 1024), 8, "Requests that are computed at once.")
+    context_length: int = option(
+        whole(0, 1 << 22), 0, "Positions of each request; 0 is the model's, at most 4096."
+    )
+    batch_rows: int = option(whole(1, 65536), 256, "Rows that the scheduler may take per step.")
+    micro_batch_rows: int = option(whole(1, 4096), 64, "Rows of one pass; bounds each frame between stages.")
+    max_in_flight: int = option(whole(0, 256), 0, "Batches under way at once; 0 chooses.")
+
+    def check(self) -> None:
+        """See :meth:`Settings.check`."""
+        if not self.model:
+            raise SettingsError("no model: give --model FILE.gguf")
+        if self.stages:
+            check_stages(self.stages)
+        check_rows(self.micro_batch_rows, self.batch_rows)
+
+
 ROLE_SETTINGS: Final[Mapping[str, type[Settings]]] = {
-    role.section: role for role in (BridgeSettings, StageSettings, SwarmSettings)
+    role.section: role for role in (BridgeSettings, StageSettings, SwarmSettings, PlanSettings)
 }
 
 

@@ -36,10 +36,11 @@ INTERRUPTED = 130  # exit status after Ctrl-C where that is no normal end, as sh
 def _flag_help(setting: Any) -> str:
     kind, default = setting.metadata["kind"], setting.default
     shown = ", ".join(default) if isinstance(default, tuple) else str(default).lower()
-    if kind.annotation is str and default == 0 and setting.name in ("disk", "memory"):
-        shown = "auto"
-    if isinstance(default, float):
-        shown = f"{default / 86400:g}d"
+    if kind.annotation is str and isinstance(default, int | float):  # a size or a time
+        if setting.metadata["kind"].expects.startswith("a time"):
+            shown = f"{default / 86400:g}d"
+        else:
+            shown = f"{default / 1e9:g}G" if default else "auto"
     text = str(setting.metadata["help"])
     return f"{text} [{shown}]" if shown else text
 

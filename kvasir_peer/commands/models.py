@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from kvasir_peer import running, settings
-from kvasir_peer.commands.common import HomeFlag
+from kvasir_peer.commands.common import HomeFlag, Reporter
 from kvasir_peer.errors import ModelFileError, UsageError, WireError
+from kvasir_peer.progress import Progress
 
 if TYPE_CHECKING:
     from kvasir_peer.models.manifest import Manifest
@@ -158,3 +159,34 @@ def show_model(
             lines.append(f"context       {shape.context_length} positions")
             lines.append(f"can be served yes, by 2 to {min(shape.n_layer, settings.MAX_STAGES)} stages")
     print("\n".join(lines))
+
+
+def split_experts(
+    source: Annotated[Path, Parameter(name="IN", help="GGUF of a dense model, architecture llama.")],
+    target: Annotated[Path, Parameter(name="OUT", help="GGUF to write.")],
+    /,
+    *,
+    experts: Annotated[
+        int, Parameter(help="Experts of each layer: 2, 4, 8 …; half are used for a row.")
+    ] = 16,
+    seed: Annotated[int, Parameter(help="Of the router's random vectors.")] = 0,
+) -> None:
+    """Re-lay a dense model's feed-forward neurons as experts, so that volunteers can share it.
+
+    The result computes what the dense model computes; nothing is requantised.
+    """
+    from kvasir_peer.models import split_experts as tool
+
+    source, target = source.expanduser(), target.expanduser()
+    if target.exists():
+        raise UsageError(f"{target} exists already: remove it, or give another name")
+    if seed < 0:
+        raise UsageError(f"--seed {seed}: give 0 or more")
+    report = Reporter(json_lines=False)
+    tool.split_experts(
+        source,
+        target,
+        experts=experts,
+        seed=seed,
+        progress=lambda done, total: report(Progress("manifest", f"writing {target}", done, total, "bytes")),
+    )

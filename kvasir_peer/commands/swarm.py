@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 QUESTION = "Why is the sky blue? Answer in two sentences."
 READY_SECONDS = 120.0  # from the last stage's word that it serves until the bridge takes a request
 SILENCE_SECONDS = 120.0  # between two lines of an answer
+REPORT_SECONDS = 12.0  # until stages have reported the last rows: one poll, and some
 TEMPORARY_PREFIX = "kvasir-swarm-"
 
 
@@ -247,8 +248,9 @@ class Swarm:
                 before = await self._stage_times(client, model)
                 print(f"\n> {prompt}\n", flush=True)
                 measured = await self._ask(client, model, prompt, max_tokens)
-                print(f"\n\n{measured.line()}")
-                print(stage_table(before, await self._stage_times(client, model)), flush=True)
+                print(f"\n\n{measured.line()}", flush=True)
+                rows = measured.prompt_tokens + measured.completion_tokens - 1
+                print(stage_table(before, await self._stage_times(client, model, before, rows)), flush=True)
 
     async def _ready(self, client: httpx.AsyncClient) -> str:
         """The model's name, as soon as a request for one token has been answered."""
@@ -305,19 +307,48 @@ class Swarm:
             raise LinkError(f"the connection to the bridge broke: {error or type(error).__name__}") from None
         return measured
 
-    async def _stage_times(self, client: httpx.AsyncClient, model: str) -> list[Mapping[str, Any]]:
-        got = await client.get(str(client.base_url.join(f"/api/ring/{model}")))
-        if got.status_code != 200:
-            raise answers.refusal(got.status_code, got.headers, got.content)
-        return list(got.json()["stages"])
+    async def _stage_times(
+        self,
+        client: httpx.AsyncClient,
+        model: str,
+        before: Sequence[Mapping[str, Any]] | None = None,
+        rows: int = 0,
+    ) -> list[Mapping[str, Any]]:
+        """Each stage's entry of ``/api/ring/{model}``, when all have reported ``rows`` more than before.
+
+        Stages report with their polls, so the last rows show some seconds later.
+        """
+        import trio
+
+        give_up = time.monotonic() + REPORT_SECONDS
+        while True:
+            got = await client.get(str(client.base_url.join(f"/api/ring/{model}")))
+            if got.status_code != 200:
+                raise answers.refusal(got.status_code, got.headers, got.content)
+            stages: list[Mapping[str, Any]] = list(got.json()["stages"])
+            if before is None or time.monotonic() > give_up:
+                return stages
+            pairs = zip(before, stages, strict=True)
+            if all(_figure(late, "rows") - _figure(early, "rows") >= rows for early, late in pairs):
+                return stages
+            await trio.sleep(0.25)
+
+
+def _figure(stage: Mapping[str, Any], name: str) -> float:
+    return float((stage.get("figures") or {}).get(name, 0.0))
 
 
 def stage_table(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> str:
     """How each stage spent its time between two readings of ``/api/ring/{model}``."""
-    lines = [f"{'stage':<7} {'layers':<9} {'held':>9} {'starved':>9} {'blocked':>9}  path"]
+    lines = [f"{'stage':<7} {'layers':<9} {'rows':>6} {'held':>9} {'starved':>9} {'blocked':>9}  sends"]
     for number, (early, late) in enumerate(zip(before, after, strict=True), start=1):
-        spent = [(late[name] - early[name]) / 1000 for name in ("held_ms", "starved_ms", "blocked_ms")]
-        first, end = late["layers"]
+        rows = int(_figure(late, "rows") - _figure(early, "rows"))
+        spent = [
+            (_figure(late, name) - _figure(early, name)) / 1000
+            for name in ("held_ms", "starved_ms", "blocked_ms")
+        ]
+        layers = f"{late['first']}-{late['end'] - 1}"
         times = " ".join(f"{seconds:>7.2f} s" for seconds in spent)
-        lines.append(f"{number:<7} {f'{first}-{end - 1}':<9} {times}  {late.get('path', '')}")
+        path = str((late.get("figures") or {}).get("path", ""))
+        lines.append(f"{number:<7} {layers:<9} {rows:>6} {times}  {path}".rstrip())
     return "\n".join(lines)

@@ -1,0 +1,288 @@
+"""Re-lays a dense model's feed-forward neurons as experts, so that any dense model can be shared by volunteers.
+
+A feed-forward layer adds up what its hidden neurons give, so it can be cut into N slices of neurons whose sum is the
+layer. Each slice becomes two experts with the same weights, and a router chooses one of the two by the sign of a
+product of the row with a random vector: routing depends on the input, and yet exactly one copy of every slice is
+used. The router's weights are 1/N each, but for a small epsilon, so the factor N goes into the down projection.
+
+No weight is requantised: blocks are copied, and N, a power of two, is multiplied into the blocks' scales, which is
+exact. In F32 the result differs from the dense model by the epsilon (7e-4 to 1.3e-3 of a logit's standard
+deviation at 1e-4) and the order of summation. The layout is Mixtral's (architecture ``llama`` with experts).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvasir_peer.errors import ModelFileError, UsageError
+from kvasir_peer.models.gguf import GGML_TYPES, GgufFile, TensorInfo
+
+EPSILON = 1e-4  # of the router's vectors: small against 1/N, far over the noise of float32
+_VERSION = 3
+_STRING, _ARRAY, _UINT32 = 8, 9, 4
+_SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+
+# Where a type's blocks keep what is proportional to the weights: byte offsets of float16 numbers.
+_SCALES: Mapping[str, tuple[int, ...]] = {
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q8_0": (0,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+}
+
+Raw = npt.NDArray[np.uint8]
+Progress = Callable[[int, int], None]
+
+
+class _Values:
+    """Walks over a GGUF header's keys and values, as bytes. The header has been checked by GgufFile before."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    def _number(self, form: str) -> int:
+        (value,) = struct.unpack_from(form, self._data, self._at)
+        self._at += struct.calcsize(form)
+        return int(value)
+
+    def _skip_strings(self, count: int) -> None:
+        for _ in range(count):
+            length = self._number("<Q")  # on a line of its own: it moves on by itself
+            self._at += length
+
+    def items(self) -> Iterator[tuple[str, bytes]]:
+        """Each key with the bytes of its type and value."""
+        self._at = 16
+        for _ in range(self._number("<Q")):
+            length = self._number("<Q")
+            key = self._data[self._at : self._at + length].decode()
+            self._at += length
+            start = self._at
+            kind = self._number("<I")
+            if kind == _STRING:
+                self._skip_strings(1)
+            elif kind == _ARRAY:
+                inner, count = self._number("<I"), self._number("<Q")
+                if inner == _STRING:
+                    self._skip_strings(count)
+                elif inner in _SCALAR_BYTES:
+                    self._at += count * _SCALAR_BYTES[inner]
+                else:
+                    raise ModelFileError(f"{key} is an array of arrays, which no known model has")
+            else:
+                self._at += _SCALAR_BYTES[kind]
+            yield key, self._data[start : self._at]
+
+
+def _string(text: str) -> bytes:
+    raw = text.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _uint32(value: int) -> bytes:
+    return struct.pack("<II", _UINT32, value)
+
+
+def _scaled(raw: Raw, type_name: str, factor: int) -> Raw:
+    """Weights times a power of two, exactly; ``raw`` is ``[..., bytes of one block]``."""
+    out = raw.copy()
+    if type_name in ("F32", "F16", "BF16"):
+        if type_name == "BF16":  # widened to float32, where the product is exact in its upper half
+            wide = (out.view(np.uint16).astype(np.uint32) << 16).view(np.float32) * np.float32(factor)
+            return (wide.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+        values: npt.NDArray[Any] = out.view(np.float32 if type_name == "F32" else np.float16)
+        with np.errstate(over="ignore"):  # looked for below
+            np.multiply(values, values.dtype.type(factor), out=values)
+        finite = bool(np.isfinite(values).all())
+    elif type_name == "MXFP4":  # a block's scale is a power of two, kept as its exponent
+        exponents = out[..., 0].astype(np.int32) + (factor.bit_length() - 1)
+        finite = bool((exponents <= 254).all())
+        out[..., 0] = exponents.astype(np.uint8)
+    elif type_name in _SCALES:
+        finite = True
+        for offset in _SCALES[type_name]:
+            scales = np.ascontiguousarray(out[..., offset : offset + 2]).view(np.float16)
+            with np.errstate(over="ignore"):  # looked for below
+                scales = scales * np.float16(factor)
+            finite = finite and bool(np.isfinite(scales).all())
+            out[..., offset : offset + 2] = scales.view(np.uint8)
+    else:
+        raise ModelFileError(f"{type_name} weights cannot be split: their scales are not known here")
+    if not finite:
+        raise ModelFileError(f"a scale of {type_name} weights would overflow: use fewer experts")
+    return out
+
+
+class _Splitter:
+    def __init__(self, gguf: GgufFile, experts: int, epsilon: float, seed: int) -> None:
+        if gguf.architecture != "llama":
+            raise UsageError(
+                f"{gguf.path}: a model of architecture {gguf.architecture!r} cannot be split, only 'llama'"
+            )
+        slices = experts // 2
+        if experts % 2 or slices < 1 or slices & (slices - 1):
+            raise UsageError(f"--experts {experts}: give 2, 4, 8, 16, 32 … (two for each slice of neurons)")
+        if any("_exps" in name for name in gguf.tensors):
+            raise UsageError(f"{gguf.path} has experts already")
+        if biased := [name for name in gguf.tensors if ".ffn_" in name and name.endswith(".bias")]:
+            raise UsageError(f"{gguf.path}: {biased[0]} cannot be split among experts")
+        self.gguf, self.experts, self.slices = gguf, experts, slices
+        self.epsilon, self.seed = epsilon, seed
+        self.width = int(str(gguf.metadata["llama.embedding_length"]))
+        self.hidden = int(str(gguf.metadata["llama.feed_forward_length"]))
+        for info in gguf.tensors.values():
+            if ".ffn_down." in info.name:
+                layout = GGML_TYPES[info.type]
+                if self.hidden % (slices * layout.elements):
+                    raise UsageError(
+                        f"{gguf.path}: {self.hidden} neurons in {layout.name} blocks of {layout.elements} cannot be "
+                        f"cut into {slices} slices: give fewer experts"
+                    )
+
+    def header_values(self, header: bytes) -> list[bytes]:
+        """Keys and values of the new file, encoded."""
+        replaced = {
+            "llama.feed_forward_length": _uint32(self.hidden // self.slices),
+            "llama.expert_count": _uint32(self.experts),
+            "llama.expert_used_count": _uint32(self.slices),
+        }
+        values = {
+            key: value for key, value in _Values(header).items() if not key.startswith("split.")
+        } | replaced
+        return [_string(key) + value for key, value in values.items()]
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...], int, Callable[[], Iterator[Raw]]]]:
+        """Name, shape (numpy order), type and bytes of each tensor of the new file."""
+        for info in self.gguf.tensors.values():
+            prefix, _, suffix = info.name.rpartition(".ffn_")
+            if suffix in ("gate.weight", "up.weight"):
+                kind = suffix.removesuffix(".weight")
+                shape = (self.experts, self.hidden // self.slices, self.width)
+                yield f"{prefix}.ffn_{kind}_exps.weight", shape, info.type, self._rows(info)
+            elif suffix == "down.weight":
+                shape = (self.experts, self.width, self.hidden // self.slices)
+                yield f"{prefix}.ffn_down_exps.weight", shape, info.type, self._columns(info)
+                layer = int(prefix.removeprefix("blk."))
+                yield f"{prefix}.ffn_gate_inp.weight", (self.experts, self.width), 0, self._router(layer)
+            else:
+                yield info.name, info.shape, info.type, self._whole(info)
+
+    def _raw(self, info: TensorInfo) -> Raw:
+        return np.frombuffer(self.gguf.tensor_view(info.name), np.uint8)
+
+    def _whole(self, info: TensorInfo) -> Callable[[], Iterator[Raw]]:
+        def pieces() -> Iterator[Raw]:
+            yield self._raw(info)
+
+        return pieces
+
+    def _rows(self, info: TensorInfo) -> Callable[[], Iterator[Raw]]:
+        def pieces() -> Iterator[Raw]:
+            yield self._raw(info)  # neurons are rows: slices lie one after the other already
+            yield self._raw(info)
+
+        return pieces
+
+    def _columns(self, info: TensorInfo) -> Callable[[], Iterator[Raw]]:
+        layout = GGML_TYPES[info.type]
+        count = self.hidden // self.slices // layout.elements  # blocks of a row that one slice has
+
+        def pieces() -> Iterator[Raw]:
+            blocks = self._raw(info).reshape(self.width, self.hidden // layout.elements, layout.n_bytes)
+            for number in [*range(self.slices), *range(self.slices)]:
+                part = np.ascontiguousarray(blocks[:, number * count : (number + 1) * count])
+                yield _scaled(part, layout.name, self.slices).reshape(-1)
+
+        return pieces
+
+    def _router(self, layer: int) -> Callable[[], Iterator[Raw]]:
+        def pieces() -> Iterator[Raw]:
+            generator = np.random.default_rng([self.seed, layer])
+            rows = generator.standard_normal((self.slices, self.width), np.float32)
+            rows *= np.float32(self.epsilon / self.width**0.5)
+            yield np.concatenate([rows, -rows]).view(np.uint8).reshape(-1)
+
+        return pieces
+
+
+def split_experts(
+    source: Path,
+    target: Path,
+    *,
+    experts: int = 16,
+    epsilon: float = EPSILON,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> None:
+    """Write a dense model again as one with experts.
+
+    Args:
+        source: GGUF of architecture ``llama``, dense; may be split into parts.
+        target: new GGUF, in one file; appears whole or not at all.
+        experts: two for each slice of neurons, so 2, 4, 8, …; half of them are used for each row.
+        epsilon: length of the router's vectors.
+        seed: of the router's vectors.
+        progress: told bytes written and bytes in all.
+
+    Raises:
+        ModelFileError: the source is no GGUF, or has weights of a type that cannot be scaled.
+        UsageError: it is not such a model, its neurons cannot be cut so, or the target cannot be written.
+    """
+    with GgufFile.open(source) as gguf:
+        splitter = _Splitter(gguf, experts, epsilon, seed)
+        alignment = int(str(gguf.metadata.get("general.alignment", 32)))
+        with gguf.path.open("rb") as file:  # keys and values lie before the first tensor's bytes
+            first = min(info.offset for info in gguf.tensors.values() if info.shard == 0)
+            values = splitter.header_values(file.read(first))
+        tensors = list(splitter.tensors())
+        infos, offset = [], 0
+        for name, shape, kind, _ in tensors:
+            layout = GGML_TYPES[kind]
+            elements = 1
+            for length in shape:
+                elements *= length
+            size = elements // layout.elements * layout.n_bytes
+            dimensions = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+            infos.append(_string(name) + dimensions + struct.pack("<IQ", kind, offset))
+            offset += -(-size // alignment) * alignment
+        header = b"GGUF" + struct.pack("<IQQ", _VERSION, len(infos), len(values))
+        header += b"".join(values) + b"".join(infos)
+        header += bytes(-len(header) % alignment)
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+        try:
+            with temporary.open("wb") as out:
+                out.write(header)
+                done = 0
+                for _, _, _, pieces in tensors:
+                    size = 0
+                    for piece in pieces():
+                        out.write(piece.data)
+                        size += piece.nbytes
+                    out.write(bytes(-size % alignment))
+                    done += -(-size // alignment) * alignment
+                    if progress is not None:
+                        progress(done, offset)
+                out.flush()
+                os.fsync(out.fileno())
+            temporary.replace(target)
+        except OSError as error:
+            raise UsageError(f"{target} cannot be written: {error.strerror or error}") from None
+        finally:
+            temporary.unlink(missing_ok=True)
