@@ -152,17 +152,21 @@ def _best(values: F64, count: int) -> NDArray[np.int64]:
 
 
 def _draw(logits: F64, params: Sampling, position: int) -> int:
-    # Ids of the tokens that are still in, ascending, and their probabilities up to a common factor.
+    # Ids of the tokens that are still in, ascending; their logits, by which they are ranked (probabilities of
+    # near logits are equal numbers); and their probabilities up to a common factor.
     ids = np.arange(len(logits))
     weights = np.exp(logits - logits.max())
     if 0 < params.top_k < len(ids):
-        ids, weights = _keep(ids, weights, _best(weights, params.top_k))
+        kept = np.sort(_best(logits, params.top_k))
+        ids, logits, weights = ids[kept], logits[kept], weights[kept]
     if params.typical_p < 1.0:
-        ids, weights = _keep(ids, weights, _typical(weights, params.typical_p))
+        kept = np.sort(_typical(weights, params.typical_p))
+        ids, logits, weights = ids[kept], logits[kept], weights[kept]
     if params.top_p < 1.0:
-        ids, weights = _keep(ids, weights, _nucleus(weights, params.top_p))
+        kept = np.sort(_nucleus(logits, weights, params.top_p))
+        ids, weights = ids[kept], weights[kept]
     if params.min_p > 0.0:
-        kept = weights >= params.min_p * weights.max()
+        kept = np.flatnonzero(weights >= params.min_p * weights.max())
         ids, weights = ids[kept], weights[kept]
     sums = np.cumsum(weights)
     index = int(np.searchsorted(sums, uniform(params.seed, position) * sums[-1], side="right"))
@@ -170,17 +174,12 @@ def _draw(logits: F64, params: Sampling, position: int) -> int:
     return int(ids[min(index, int(np.flatnonzero(weights)[-1]))])
 
 
-def _keep(ids: NDArray[np.int64], weights: F64, chosen: NDArray[np.int64]) -> tuple[NDArray[np.int64], F64]:
-    chosen = np.sort(chosen)
-    return ids[chosen], weights[chosen]
-
-
-def _nucleus(weights: F64, p: float) -> NDArray[np.int64]:
+def _nucleus(logits: F64, weights: F64, p: float) -> NDArray[np.int64]:
     """The fewest tokens, best first, whose probabilities sum to p or more; at least one."""
     total = weights.sum()
     count = _FIRST_CANDIDATES
     while True:
-        order = _best(weights, count)
+        order = _best(logits, count)
         sums = np.cumsum(weights[order])
         if sums[-1] >= p * total or count >= len(weights):
             return order[: int(np.searchsorted(sums, p * total)) + 1]
