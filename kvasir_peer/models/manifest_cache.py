@@ -90,3 +90,14 @@ class ManifestCache:
 
     def _path(self, key: object) -> Path:
         return self._folder / f"{hashlib.sha256(repr((FORMAT, key)).encode()).hexdigest()[:32]}.manifest"
+
+
+def cached_manifest(
+    gguf: GgufFile,
+    folder: str | os.PathLike[str],
+    *,
+    name: str | None = None,
+    progress: Progress | None = None,
+) -> Manifest:
+    """The manifest of an open model file, from a folder of manifests or made now; see :class:`ManifestCache`."""
+    return ManifestCache(folder).for_file(gguf, name=name, progress=progress)

@@ -24,12 +24,13 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Self
 
 import httpx
 import trio
 
-from kvasir_peer.errors import LinkError, ModelFileError
+from kvasir_peer.errors import LinkError, ModelFileError, NotReadyError
 from kvasir_peer.models.gguf import (
     GgufHeader,
     HeaderIncompleteError,
@@ -42,6 +43,8 @@ from kvasir_peer.models.gguf import (
 from kvasir_peer.models.manifest import Chunk, Manifest, Progress, assemble, layer_count, model_name
 from kvasir_peer.models.manifest_cache import ManifestCache
 from kvasir_peer.models.ranges import ByteRange, StreamHasher, plan_ranges
+from kvasir_peer.progress import Progress as ProgressRecord
+from kvasir_peer.progress import Report, silent
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +55,7 @@ MAX_WINDOWS = 8  # kept after use, as a peer asks for neighbours one after the o
 FETCH_RANGE = 16 << 20  # bytes of one request when many chunks are fetched
 MAX_CONNECTIONS = 4
 MAX_REDIRECTS = 5
+CLOSE_SECONDS = 2.0  # for a polite end of TLS; then the sockets just go
 FEED_BYTES = 1 << 20  # handed to the hashing thread at once
 OPEN_RETRY_DELAYS = (0.5, 1.0)  # seconds; somebody waits who may have mistyped the address
 RETRY_DELAYS = (0.5, 1.0, 2.0, 5.0, 10.0)  # seconds; begun anew after every progress
@@ -121,7 +125,7 @@ def shown(url: httpx.URL) -> str:
 
 
 class HttpsModel:
-    """A model on a web server; made by :meth:`open`.
+    """A model on a web server; made by :meth:`connect` or :meth:`open`.
 
     Attributes:
         urls: its files in order; one, unless the model is split.
@@ -136,6 +140,7 @@ class HttpsModel:
         self._client = client
         self._limit = trio.CapacityLimiter(MAX_CONNECTIONS)
         self._validators: list[_Validator | None] = [None] * len(urls)
+        self._manifest: Manifest | None = None
         self._windows: dict[bytes, ByteRange] = {}
         self._kept: OrderedDict[ByteRange, dict[bytes, bytes]] = OrderedDict()
         self._coming: dict[ByteRange, trio.Event] = {}
@@ -143,9 +148,8 @@ class HttpsModel:
         self._requests = self._received = self._served = self._wrong = 0
 
     @classmethod
-    @asynccontextmanager
-    async def open(cls, url: str, *, verify: object = True) -> AsyncIterator[HttpsModel]:
-        """Read a model's header; the connections close with the context.
+    async def connect(cls, url: str, *, verify: object = True) -> Self:
+        """Read a model's header; to be closed with :meth:`aclose`.
 
         Args:
             url: of its file, or of any file of a split model, all under one address.
@@ -164,7 +168,7 @@ class HttpsModel:
             if check_url(str(request.url)).host in _LOOPBACK and not local:
                 raise ModelFileError(f"{shown(first)}: the server redirects to this machine itself")
 
-        async with httpx.AsyncClient(
+        client = httpx.AsyncClient(
             verify=verify,  # type: ignore[arg-type]
             follow_redirects=True,
             max_redirects=MAX_REDIRECTS,
@@ -173,14 +177,32 @@ class HttpsModel:
             headers={"Accept-Encoding": "identity", "User-Agent": "kvasir-peer"},
             event_hooks={"request": [check_hop]},
             trust_env=not local,  # a proxy can't reach a server on this machine
-        ) as client:
-            model = cls(urls, client)
-            try:
-                await model._read_headers()
-            except LinkError as error:
+        )
+        model = cls(urls, client)
+        try:
+            await model._read_headers()
+        except BaseException as error:
+            await model.aclose()
+            if isinstance(error, LinkError):
                 raise ModelFileError(f"{error}; check the address and the connection") from None
-            model._delays = RETRY_DELAYS
+            raise
+        model._delays = RETRY_DELAYS
+        return model
+
+    async def aclose(self) -> None:
+        """Close the connections, at once even where the task is cancelled."""
+        with trio.move_on_after(CLOSE_SECONDS, shield=True):
+            await self._client.aclose()
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, url: str, *, verify: object = True) -> AsyncIterator[Self]:
+        """As :meth:`connect`; the connections close with the context."""
+        model = await cls.connect(url, verify=verify)
+        try:
             yield model
+        finally:
+            await model.aclose()
 
     @property
     def where(self) -> str:
@@ -226,10 +248,17 @@ class HttpsModel:
                     f"{shown(self.urls[shard])}: damaged: its header takes over {MAX_HEADER:,} bytes"
                 )
 
-    async def manifest(
+    @property
+    def manifest(self) -> Manifest:
+        """The model's manifest, once it was loaded or given; before that, NotReadyError."""
+        if self._manifest is None:
+            raise NotReadyError(f"{self.where} has not been hashed yet")
+        return self._manifest
+
+    async def load_manifest(
         self, *, name: str | None = None, progress: Progress | None = None, cache: ManifestCache | None = None
     ) -> Manifest:
-        """The model's manifest, after which its chunks can be served.
+        """Make the model's manifest, after which its chunks can be served.
 
         Streams through the whole file, unless the cache has its manifest.
 
@@ -258,6 +287,7 @@ class HttpsModel:
     def use_manifest(self, manifest: Manifest) -> None:
         """Serve the chunks of this manifest of the model, however it was come by: each is checked by its hash."""
         chunks = [c for page in manifest.pages.values() for tensor in page.tensors for c in tensor.chunks()]
+        self._manifest = manifest
         ranges = plan_ranges(self.tensors, chunks, max_bytes=WINDOW)
         self._windows = {chunk.hash: window for window in ranges for chunk in window.chunks}
 
@@ -473,3 +503,42 @@ def _behind(error: BaseException) -> Iterator[BaseException]:
 def _is_certificate_error(error: BaseException) -> bool:
     """Whether a server's certificate is behind an error: that does not mend itself."""
     return any(isinstance(at, ssl.SSLCertVerificationError) for at in _behind(error))
+
+
+async def open_https_model(
+    url: str,
+    folder: Path,
+    *,
+    name: str | None = None,
+    progress: Report = silent,
+    check: Callable[[Mapping[str, object], Mapping[str, TensorInfo]], object] = lambda metadata, tensors: (
+        None
+    ),
+) -> HttpsModel:
+    """A model on a web server with its manifest, ready to serve; the caller closes it.
+
+    Args:
+        url: of its file, or of any file of a split model.
+        folder: where manifests are kept, so that a second start doesn't stream through the file again.
+        name: the model's name for people; the file's own where None.
+        progress: told how far the hashing is.
+        check: given metadata and tensors before the long work; raises when it is in vain.
+
+    Raises:
+        ModelFileError: it is no model that can be served, in one line.
+        LinkError: the server was lost on the way.
+    """
+    model = await HttpsModel.connect(url)
+    try:
+        check(model.metadata, model.tensors)
+        await model.load_manifest(
+            name=name,
+            progress=lambda done, total: progress(
+                ProgressRecord("manifest", f"hashing {model.where}", done, total, "bytes")
+            ),
+            cache=ManifestCache(folder),
+        )
+    except BaseException:
+        await model.aclose()
+        raise
+    return model

@@ -31,7 +31,7 @@ from kvasir_peer.models.manifest import (
     page_names,
     page_of,
 )
-from kvasir_peer.models.manifest_cache import MAX_ENTRIES, ManifestCache
+from kvasir_peer.models.manifest_cache import MAX_ENTRIES, ManifestCache, cached_manifest
 from kvasir_peer.models.ranges import StreamHasher
 from kvasir_peer.wire import chunks as wire_chunks
 
@@ -381,7 +381,7 @@ def test_a_second_start_hashes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         first = cache.for_file(model)
     monkeypatch.setattr(module, "_sha256", None)
     with GgufFile.open(path) as model:
-        again = ManifestCache(tmp_path / "cache").for_file(model)
+        again = cached_manifest(model, tmp_path / "cache")
     assert (again.id, again.pages) == (first.id, first.pages)
 
 

@@ -13,13 +13,14 @@ import pytest
 import trio
 from helpers_https import FileServer, tls_contexts
 
-from kvasir_peer.errors import LinkError, ModelFileError
+from kvasir_peer.errors import LinkError, ModelFileError, NotReadyError
 from kvasir_peer.models.gguf import GgufFile
 from kvasir_peer.models.manifest import Manifest, build_manifest
 from kvasir_peer.models.manifest_cache import ManifestCache
 from kvasir_peer.models.slices import ExpertSlice, StageSlice, chunks_of
 from kvasir_peer.net import https_model
-from kvasir_peer.net.https_model import HttpsModel, check_url, shown
+from kvasir_peer.net.https_model import HttpsModel, check_url, open_https_model, shown
+from kvasir_peer.progress import Progress
 
 MOE = Path(__file__).parent.parent / "data" / "stories260K-moe8x2.gguf"
 
@@ -61,7 +62,7 @@ async def test_a_bridge_gets_the_manifest_and_serves_chunks_without_the_file(
         assert len(model.metadata["tokenizer.ggml.tokens"]) == 512  # type: ignore[arg-type]
         assert len(model.tensors) == 53
         assert asked(server) == https_model.FIRST_RANGE
-        manifest = await model.manifest(progress=lambda done, total: told.append((done, total)))
+        manifest = await model.load_manifest(progress=lambda done, total: told.append((done, total)))
         assert (manifest.id, manifest.pages) == (local.id, local.pages)
         assert told[-1] == (model.n_bytes, model.n_bytes)
         assert [done for done, _ in told] == sorted(done for done, _ in told)
@@ -126,18 +127,18 @@ async def test_a_second_start_does_not_read_the_file_again(
     for turn in range(2):
         async with HttpsModel.open(f"{server.url}/moe.gguf?download=true") as model:
             server.requests.clear()
-            assert (await model.manifest(cache=cache)).id == local.id
+            assert (await model.load_manifest(cache=cache)).id == local.id
             assert len(server.requests) == (0 if turn else 1)
     server.etag = '"two"'
     async with HttpsModel.open(f"{server.url}/moe.gguf") as model:
         server.requests.clear()
-        await model.manifest(cache=cache)
+        await model.load_manifest(cache=cache)
         assert server.requests  # another file, as far as one can see
     server.etag = ""
     for _ in range(2):
         async with HttpsModel.open(f"{server.url}/moe.gguf") as model:
             server.requests.clear()
-            await model.manifest(cache=cache)
+            await model.load_manifest(cache=cache)
             assert server.requests  # nothing shows that it is the same file
 
 
@@ -168,7 +169,7 @@ async def test_a_split_model(server: FileServer) -> None:
     with GgufFile.open(server.folder / "split-00001-of-00002.gguf") as file:
         expected = build_manifest(file)
     async with HttpsModel.open(f"{server.url}/split-00002-of-00002.gguf") as model:
-        manifest = await model.manifest()
+        manifest = await model.load_manifest()
         assert manifest.id == expected.id
         for chunk in chunks_of(manifest, StageSlice(0, 4, 4)):
             assert len(await model.chunk(chunk.hash)) == 4000
@@ -178,6 +179,27 @@ async def test_a_split_model(server: FileServer) -> None:
             pass
 
 
+async def test_open_with_manifest_for_a_bridge(server: FileServer, local: Manifest, tmp_path: Path) -> None:
+    told: list[Progress] = []
+    url = f"{server.url}/moe.gguf"
+    model = await open_https_model(url, tmp_path / "state", progress=told.append)
+    assert model.manifest.id == local.id
+    assert told[-1].step == "manifest" and told[-1].done == told[-1].total == model.n_bytes
+    assert "MB)" in told[-1].line() and url in told[-1].line()
+    await model.aclose()
+
+    def refuse(metadata: object, tensors: object) -> None:
+        raise ModelFileError("unknown architecture")
+
+    server.requests.clear()
+    with pytest.raises(ModelFileError, match="unknown architecture"):
+        await open_https_model(url, tmp_path / "other", check=refuse)
+    assert len(server.requests) == 1  # the header, no more
+    async with HttpsModel.open(url) as unread:
+        with pytest.raises(NotReadyError, match="has not been hashed yet"):
+            _ = unread.manifest
+
+
 # --- servers that misbehave ---
 
 
@@ -185,7 +207,7 @@ async def test_broken_connections_go_on_where_they_stopped(server: FileServer, l
     async with HttpsModel.open(f"{server.url}/moe.gguf") as model:
         server.requests.clear()
         server.break_after = [500_000, 0, 700_001, 3, 0, 0]
-        assert (await model.manifest()).id == local.id
+        assert (await model.load_manifest()).id == local.id
         assert len(server.requests) == 7
         assert asked(server) < 7 * model.n_bytes
         assert model.statistics().received_bytes < model.n_bytes + https_model.FIRST_RANGE + 10_000
@@ -199,7 +221,7 @@ async def test_a_server_that_is_busy_is_asked_again(server: FileServer, local: M
 
     server.misbehave = busy
     async with HttpsModel.open(f"{server.url}/moe.gguf") as model:
-        assert (await model.manifest()).id == local.id
+        assert (await model.load_manifest()).id == local.id
 
 
 async def test_a_server_that_stays_broken_is_given_up(server: FileServer, local: Manifest) -> None:
@@ -235,13 +257,13 @@ async def test_a_file_that_changes_while_it_is_hashed_is_refused(server: FileSer
     async with HttpsModel.open(f"{server.url}/moe.gguf") as model:
         server.etag = '"two"'
         with pytest.raises(ModelFileError, match="was changed on the server while it was read"):
-            await model.manifest()
+            await model.load_manifest()
     server.etag = ""
     async with HttpsModel.open(f"{server.url}/moe.gguf") as model:
         with (server.folder / "moe.gguf").open("ab") as file:
             file.write(b"more")
         with pytest.raises(ModelFileError, match="was changed on the server while it was read"):
-            await model.manifest()
+            await model.load_manifest()
 
 
 @pytest.mark.parametrize(
@@ -349,7 +371,7 @@ async def test_redirects_are_followed_on_this_machine_and_not_to_plain_http(
 
     server.misbehave = redirect
     async with HttpsModel.open(f"{server.url}/moved.gguf") as model:
-        assert (await model.manifest()).id == local.id
+        assert (await model.load_manifest()).id == local.id
     for target, expected in (
         ("http://example.org/m.gguf", "plain http could be changed"),
         ("/moved.gguf", "redirects"),
@@ -365,7 +387,7 @@ async def test_tls_is_checked(tmp_path: Path, local: Manifest) -> None:
     for_server, for_client = tls_contexts(tmp_path)
     with FileServer(tmp_path).running(for_server) as server:
         async with HttpsModel.open(f"{server.url}/moe.gguf", verify=for_client) as model:
-            assert (await model.manifest()).id == local.id
+            assert (await model.load_manifest()).id == local.id
         server.requests.clear()
         with pytest.raises(ModelFileError, match="certificate"):
             async with HttpsModel.open(f"{server.url}/moe.gguf"):
