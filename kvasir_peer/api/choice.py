@@ -68,7 +68,9 @@ class Choice:
         self.n_tokens += 1
         if not (event.final == "stop" and event.token in self.stop_tokens):
             text = self._decoder.push(event.token)
-            self._waiting.append(Chosen(event, self._decoded, self._decoded + len(text)))
+            # A token that ends within a character belongs to the character that later ones complete.
+            end = self._decoded + len(text) + self._decoder.incomplete
+            self._waiting.append(Chosen(event, self._decoded, end))
             self._take(text)
         if event.final:
             self._take(self._decoder.finish())

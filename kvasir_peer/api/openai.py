@@ -19,7 +19,7 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from kvasir_peer.api import answers, asked, openapi
 from kvasir_peer.api.answers import Answer, ChatAnswer, CompletionAnswer
@@ -55,6 +55,7 @@ class OpenAIStatistics:
     Attributes:
         current: requests under way.
         answered: answers that were completed.
+        broken: streamed answers that ended with an error.
         refused: requests answered with an error.
         disconnected: answers whose client went away.
         prompt_tokens, completion_tokens: tokens read and written.
@@ -62,6 +63,7 @@ class OpenAIStatistics:
 
     current: int
     answered: int
+    broken: int
     refused: int
     disconnected: int
     prompt_tokens: int
@@ -74,7 +76,7 @@ class OpenAI:
     def __init__(self, service: CompletionService) -> None:
         self._service = service
         self._preparing = trio.CapacityLimiter(MAX_PREPARING)
-        self._current = self._answered = self._refused = self._disconnected = 0
+        self._current = self._answered = self._broken = self._refused = self._disconnected = 0
         self._prompt_tokens = self._completion_tokens = 0
 
     @property
@@ -97,6 +99,7 @@ class OpenAI:
         return OpenAIStatistics(
             self._current,
             self._answered,
+            self._broken,
             self._refused,
             self._disconnected,
             self._prompt_tokens,
@@ -147,20 +150,36 @@ class _Post:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         api = self._api
         api._current += 1
+        last_sent = False
+
+        async def tracked(message: Message) -> None:
+            nonlocal last_sent
+            last_sent = message["type"] == "http.response.body" and not message.get("more_body", False)
+            await send(message)
+
+        async def leave_with_client() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            if not last_sent:  # servers say the same after the end of an answer
+                api._disconnected += 1
+                nursery.cancel_scope.cancel()
+
         try:
-            request = Request(scope, receive)
-            body = await self._body(request)
+            body = await self._body(Request(scope, receive))
             async with trio.open_nursery() as nursery:
                 # A client that goes away takes its answer with it, at whatever point that is.
-                nursery.start_soon(self._leave_with_client, receive, nursery.cancel_scope)
+                nursery.start_soon(leave_with_client)
                 try:
-                    await self._serve(body, scope, receive, send)
+                    if await self._serve(body, scope, receive, tracked):
+                        api._answered += 1
+                    else:
+                        api._broken += 1
                 except ApiError as error:
                     api._refused += 1
-                    await error.response()(scope, receive, send)
+                    await error.response()(scope, receive, tracked)
                 except KvasirError as error:
                     api._refused += 1
-                    await api_error(error).response()(scope, receive, send)
+                    await api_error(error).response()(scope, receive, tracked)
                 nursery.cancel_scope.cancel()
         except ClientDisconnect:
             api._disconnected += 1
@@ -178,13 +197,8 @@ class _Post:
             raise ApiError("send JSON, with the header 'Content-Type: application/json'", status=415)
         return await request.body()
 
-    async def _leave_with_client(self, receive: Receive, scope: trio.CancelScope) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._api._disconnected += 1
-        scope.cancel()
-
-    async def _serve(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> bool:
+        """Answer; whether the answer was whole."""
         api = self._api
         request = asked.decode(body, self._kind)
         model = api._find(request.model)
@@ -200,18 +214,19 @@ class _Post:
             Choice(model.tokenizer, wanted.stops, generation.stop_tokens) for generation in wanted.generations
         ]
         problem: ApiError | None = None
+        whole = True
         async with generating(api._service, wanted.generations) as generations:
             api._prompt_tokens += wanted.prompt_tokens
             try:
                 if wanted.stream:
-                    await _stream(wanted, answer, choices, generations, send)
+                    whole = await _stream(wanted, answer, choices, generations, send)
                 else:
                     problem = await _collect(wanted, answer, choices, generations, scope, receive, send)
             finally:
                 api._completion_tokens += sum(choice.n_tokens for choice in choices)
         if problem is not None:  # raised here: out of a nursery it would come wrapped in a group
             raise problem
-        api._answered += 1
+        return whole
 
 
 async def _collect(
@@ -259,8 +274,8 @@ async def _stream(
     choices: list[Choice],
     generations: Generations,
     send: Send,
-) -> None:
-    """Answer as it comes, as server-sent events."""
+) -> bool:
+    """Answer as it comes, as server-sent events; whether it came to its end."""
     headers = [
         (b"content-type", b"text/event-stream; charset=utf-8"),
         (b"cache-control", b"no-cache"),
@@ -309,6 +324,7 @@ async def _stream(
         tail = answer.usage(_usage(wanted, choices)) if wanted.include_usage else b""
         await write(tail + answers.DONE)
     await send({"type": "http.response.body", "body": b"", "more_body": False})
+    return not open_choices
 
 
 def _waiting(events: trio.MemoryReceiveChannel[Tagged]) -> list[Tagged]:

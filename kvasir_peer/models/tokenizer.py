@@ -233,6 +233,11 @@ class IncrementalDecoder:
         """Text that the token completes; may be empty."""
         return self._utf8.decode(self._tokenizer.token_bytes(token, special=self._special))
 
+    @property
+    def incomplete(self) -> bool:
+        """Whether the tokens so far end within a character."""
+        return bool(self._utf8.getstate()[0])
+
     def finish(self) -> str:
         """What is left when no more tokens come: U+FFFD for a character that never became whole."""
         return self._utf8.decode(b"", final=True)
