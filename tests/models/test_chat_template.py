@@ -1,6 +1,8 @@
 """Chat templates: what they write, and what hostile ones cannot do."""
 
 import gc
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -13,7 +15,8 @@ from kvasir_peer.models.chat_template import ChatTemplate
 from kvasir_peer.models.gguf import GgufFile
 
 HELLO = [{"role": "user", "content": "Hello"}]
-STORIES = Path(__file__).resolve().parent.parent / "data" / "stories260K.gguf"
+ROOT = Path(__file__).resolve().parent.parent.parent
+STORIES = ROOT / "tests" / "data" / "stories260K.gguf"
 
 
 def rendered(source: str, **tokens: str) -> str:
@@ -158,3 +161,20 @@ def test_sizes_are_limited() -> None:
         ChatTemplate("x" * (chat_template.MAX_SOURCE + 1))
     with pytest.raises(ModelFileError, match="no string"):
         ChatTemplate.from_gguf({"tokenizer.chat_template": 3})
+
+
+def test_the_process_ends_with_a_parent_that_is_killed() -> None:
+    program = (
+        "import os, psutil\n"
+        "from kvasir_peer.models.chat_template import ChatTemplate\n"
+        "template = ChatTemplate('a')\n"
+        "print(psutil.Process().children()[0].pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    try:
+        psutil.Process(int(done.stdout)).wait(timeout=30)
+    except psutil.NoSuchProcess:
+        return  # it is gone already
