@@ -216,6 +216,27 @@ def _moved(cuts: Sequence[int], giver: int, taker: int) -> list[int] | None:
     return out
 
 
+def check_wishes(needs: ModelNeeds, wishes: Wishes) -> None:
+    """Refuse wishes that no peers could ever meet.
+
+    Raises:
+        PlanError: one stage, more stages than layers, a model of one layer, or widths that cannot be.
+    """
+    wishes.widths.check()
+    wanted = wishes.stages
+    if wanted is not None and wanted < 2:
+        raise PlanError(ONE_STAGE)
+    if wanted is not None and wanted > min(needs.n_layer, MAX_STAGES):
+        raise PlanError(
+            f"{wanted} stages are asked for; the model has {needs.n_layer} layers, and a ring at most {MAX_STAGES} "
+            "stages"
+        )
+    if needs.n_layer < 2:
+        raise PlanError(
+            "the model has a single layer, so one peer would hold all of it; a coordinator can serve it"
+        )
+
+
 def plan_ring(
     needs: ModelNeeds,
     offers: Sequence[StageOffer],
@@ -246,19 +267,8 @@ def plan_ring(
     Raises:
         PlanError: wishes that can never be met (one stage; more stages than layers).
     """
-    wishes.widths.check()
+    check_wishes(needs, wishes)
     wanted = wishes.stages
-    if wanted is not None and wanted < 2:
-        raise PlanError(ONE_STAGE)
-    if wanted is not None and wanted > min(needs.n_layer, MAX_STAGES):
-        raise PlanError(
-            f"{wanted} stages are asked for; the model has {needs.n_layer} layers, and a ring at most {MAX_STAGES} "
-            "stages"
-        )
-    if needs.n_layer < 2:
-        raise PlanError(
-            "the model has a single layer, so one peer would hold all of it; a coordinator can serve it"
-        )
     search = Search(needs, links, wishes, bridge, memory)
     places: dict[str, Place] = {}
     usable = []
