@@ -263,7 +263,7 @@ def _bound_tokens(model: ServedModel, tokens: Sequence[int], name: str) -> None:
 
 def _bound_text(model: ServedModel, text: str, name: str) -> None:
     """Refuse a text that cannot fit, before time is spent on its tokens."""
-    least = len(text) // model.tokenizer.max_token_bytes
+    least = len(text) // model.tokenizer.max_token_characters
     if least > model.context_length:
         raise _too_long(model, f"at least {least} tokens are in the {name}", name)
 

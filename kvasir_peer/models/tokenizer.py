@@ -130,9 +130,9 @@ class Tokenizer:
         return self.vocabulary.eos
 
     @cached_property
-    def max_token_bytes(self) -> int:
-        """Bytes of text that one token can stand for at most; a text of n bytes has at least n / this tokens."""
-        return max(len(self.token_bytes(token, special=True)) for token in range(len(self)))
+    def max_token_characters(self) -> int:
+        """Characters of text that one token can stand for at most; a text of n has at least n / this tokens."""
+        return max(map(len, self.vocabulary.texts))
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of a text.

@@ -176,4 +176,4 @@ def test_kinds_of_tokens_that_converters_forget() -> None:
 
 
 def test_the_longest_token_bounds_a_texts_length(small: Tokenizer) -> None:
-    assert small.max_token_bytes == len("<|im_start|>")
+    assert small.max_token_characters == len("<|im_start|>")
