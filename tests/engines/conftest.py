@@ -1,8 +1,10 @@
 """What the engines are compared with: llama.cpp's answers, asked once per test session."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import smollm2
 import tiny_models
 from oracle import Reference, ask_llama_cpp
 
@@ -19,3 +21,15 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
         return known[name]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def real_text(smollm2_path: Path) -> smollm2.RealText:
+    """SmolLM2 as it is published (Q4_1), and llama.cpp's logits on a text."""
+    return smollm2.ask_llama_cpp(smollm2_path)
+
+
+@pytest.fixture(scope="session")
+def real_text_k(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> smollm2.RealText:
+    """SmolLM2 with K-quants where its widths allow them, and llama.cpp's logits on a text."""
+    return smollm2.ask_llama_cpp(smollm2.write_k_quants(smollm2_path, tmp_path_factory.mktemp("k")))

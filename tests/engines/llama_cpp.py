@@ -9,6 +9,7 @@ they can't be found fails with a clear message instead of computing something el
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,6 +71,11 @@ def _library() -> Any:
         ("llama_get_logits_ith", ctypes.POINTER(ctypes.c_float), [_POINTER, ctypes.c_int32]),
         ("llama_get_memory", _POINTER, [_POINTER]),
         ("llama_memory_clear", None, [_POINTER, ctypes.c_bool]),
+        (
+            "ggml_quantize_chunk",
+            ctypes.c_size_t,
+            [ctypes.c_int, _POINTER, _POINTER, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, _POINTER],
+        ),
     ):
         function = getattr(library, name)
         function.restype = result
@@ -101,6 +107,32 @@ def _exact_context(params: _Params, context: int, threads: int) -> None:
     params.set(4 * (types + 1), _TYPE_F32)
 
 
+@functools.cache
+def library() -> Any:
+    """The library, initialised once."""
+    return _library()
+
+
+def quantize(values: np.ndarray, type_id: int, row_bytes: int) -> np.ndarray:
+    """Quantise as ``llama-quantize`` does, K-quants too (which the gguf package can't write).
+
+    Args:
+        values: float32 [..., columns].
+        type_id: ggml type that needs no importance matrix.
+        row_bytes: bytes of a row in that type.
+
+    Returns:
+        uint8 [..., row_bytes].
+    """
+    rows = np.ascontiguousarray(values, np.float32).reshape(-1, values.shape[-1])
+    out = np.empty((len(rows), row_bytes), np.uint8)
+    written = library().ggml_quantize_chunk(
+        type_id, rows.ctypes.data, out.ctypes.data, 0, len(rows), rows.shape[1], None
+    )
+    assert written == out.nbytes
+    return out.reshape(*values.shape[:-1], row_bytes)
+
+
 class LlamaCpp:
     """A model in llama.cpp.
 
@@ -110,12 +142,8 @@ class LlamaCpp:
         threads: of computation.
     """
 
-    _lib: Any = None
-
     def __init__(self, path: Path, context: int = 256, threads: int = 2) -> None:
-        if LlamaCpp._lib is None:
-            LlamaCpp._lib = _library()
-        lib = self._lib
+        lib = self._lib = library()
         _messages.clear()
         self._model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
         if not self._model:

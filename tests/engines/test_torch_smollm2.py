@@ -1,0 +1,26 @@
+"""The torch engine on a real quantised model, beside llama.cpp."""
+
+import pytest
+import torch
+from driving import prefill
+from smollm2 import N_LAYER, TEXT_TOKENS, RealText
+
+from kvasir_peer.engines.base import StackSpec
+from kvasir_peer.engines.torch_engine import make_stack
+from kvasir_peer.engines.torch_weights import TorchOptions
+from kvasir_peer.models.sources import GgufSource
+
+
+@pytest.mark.parametrize("which", ["real_text", "real_text_k"])
+def test_a_text_is_predicted_as_by_llama_cpp(which: str, request: pytest.FixtureRequest) -> None:
+    """llama.cpp rounds activations to 8 bits, so logits are compared statistically."""
+    text: RealText = request.getfixturevalue(which)
+    # Weights as bytes for the K-quants: the path of GPUs.
+    options = TorchOptions(torch.device("cpu"), torch.float32, keep_bytes=which == "real_text_k")
+    with GgufSource(text.path) as source:
+        stack = make_stack(source, StackSpec(0, N_LAYER, 1, TEXT_TOKENS, TEXT_TOKENS), options=options)
+        logits = prefill([stack], text.tokens)
+        stack.close()
+    same, difference = text.compare(logits)
+    assert same >= 0.95
+    assert difference <= 0.06
