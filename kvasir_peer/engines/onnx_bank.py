@@ -12,7 +12,7 @@ Two ways, chosen for each layer by its quant types:
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -93,6 +93,7 @@ class _Experts(abc.ABC):
 
     def __init__(self, n_expert: int, held: list[tuple[int, int]]) -> None:
         # Place of each expert of the model here, -1 for those that are not held.
+        self.n_expert = n_expert
         self._place = np.full(n_expert, -1, np.int32)
         for lo, hi in held:
             first = int(np.count_nonzero(self._place >= 0))
@@ -277,6 +278,30 @@ def _expert_graph(
     return g
 
 
+def by_layer(shape: ModelShape, ranges: Sequence[ExpertRange]) -> dict[int, list[tuple[int, int]]]:
+    """Sort ranges of experts by layer, ascending; overlapping and neighbouring ones are joined.
+
+    Raises:
+        EngineError: no range, or one that is not within its layer's experts.
+        ModelFileError: a layer without experts, or one of which the source lacks a tensor.
+    """
+    if not ranges:
+        raise EngineError("a bank needs at least one range of experts")
+    layers: dict[int, list[tuple[int, int]]] = {}
+    for index, lo, hi in sorted(ranges):
+        shape.expert_tensors(index)
+        moe = shape.layers[index].moe
+        assert moe is not None
+        if not 0 <= lo < hi <= moe.n_expert:
+            raise EngineError(f"experts [{lo}, {hi}) are not within the {moe.n_expert} of layer {index}")
+        held = layers.setdefault(index, [])
+        if held and lo <= held[-1][1]:
+            held[-1] = (held[-1][0], max(hi, held[-1][1]))
+        else:
+            held.append((lo, hi))
+    return layers
+
+
 class OnnxBank(ExpertBank):
     """Experts of some layers.
 
@@ -285,11 +310,16 @@ class OnnxBank(ExpertBank):
         source: the weights.
         ranges: (layer, lo, hi) of what is held.
         memory: what was estimated.
+        max_rows: most rows of one call.
         precision: of the products.
         threads: threads of computation, 0 for all cores.
         device: ``cpu`` or the name of an execution provider.
         kernels: what onnxruntime can do here.
-        taken: called with layer and number of experts when a range is loaded.
+        taken: called with the name of each tensor that was read.
+
+    Raises:
+        EngineError: no range, or one that is not within its layer's experts.
+        ModelFileError: a layer without experts.
     """
 
     def __init__(
@@ -299,34 +329,32 @@ class OnnxBank(ExpertBank):
         ranges: tuple[ExpertRange, ...],
         *,
         memory: MemoryEstimate,
+        max_rows: int,
         precision: Precision,
         threads: int,
         device: str,
         kernels: Kernels,
-        taken: Callable[[int, int], None],
+        taken: Callable[[str], None],
     ) -> None:
         self.shape = shape
         self.ranges = ranges
         self._memory = memory
+        self._max_rows = max_rows
         runtime = Runtime.of(threads, device)
         self._pool = (
             ThreadPoolExecutor(runtime.threads, thread_name_prefix="expert") if runtime.threads > 1 else None
         )
         self._calls = self._rows = self._expert_runs = self._expert_rows = 0
         self._layers: dict[int, _Experts] = {}
-        held: dict[int, list[tuple[int, int]]] = {}
-        for index, lo, hi in ranges:
-            held.setdefault(index, []).append((lo, hi))
-        for index, parts in held.items():
+        for index, held in by_layer(shape, ranges).items():
             layer = shape.layers[index]
             types = {suffix: source.tensors[layer.name(suffix)].type for suffix in EXPERT_WEIGHTS}
             if fusible(layer, types, precision, kernels):
-                self._layers[index] = _Fused(source, layer, sorted(parts), precision, runtime)
+                self._layers[index] = _Fused(source, layer, held, precision, runtime)
             else:
-                self._layers[index] = _Single(
-                    source, layer, sorted(parts), precision, runtime, kernels, self._pool
-                )
-            taken(index, self._layers[index].count)
+                self._layers[index] = _Single(source, layer, held, precision, runtime, kernels, self._pool)
+            for name in shape.expert_tensors(index):
+                taken(name)
 
     def memory(self) -> MemoryEstimate:
         return self._memory
@@ -334,13 +362,17 @@ class OnnxBank(ExpertBank):
     def compute(self, layer: int, x: F32, ids: I32, weights: F32) -> F32:
         experts = self._layers.get(layer)
         if experts is None:
-            raise EngineError(f"this bank holds no experts of layer {layer}; it holds {list(self._layers)}")
+            raise EngineError(f"no experts of layer {layer} are held here, only of {sorted(self._layers)}")
         n = len(x)
-        if x.shape != (n, self.shape.n_embd) or ids.shape != weights.shape or ids.shape[:1] != (n,):
-            raise EngineError(f"rows {x.shape}, ids {ids.shape} and weights {weights.shape} do not fit")
-        if ids.size and not 0 <= ids.min() <= ids.max() < len(experts._place):
-            raise EngineError(f"expert {ids.min()} or {ids.max()} is not in layer {layer}")
-        y, runs, rows = experts.compute(x, ids, weights)
+        if not 1 <= n <= self._max_rows or x.shape != (n, self.shape.n_embd) or x.dtype != np.float32:
+            raise EngineError(
+                f"rows of shape {x.shape}, {x.dtype}; need 1 to {self._max_rows} of {self.shape.n_embd}, float32"
+            )
+        if ids.ndim != 2 or ids.shape != weights.shape or len(ids) != n or not ids.shape[1]:
+            raise EngineError(f"expert ids {ids.shape} and weights {weights.shape} do not fit {n} rows")
+        if ids.min() < 0 or ids.max() >= experts.n_expert:
+            raise EngineError(f"expert {ids.max()} or {ids.min()} outside {experts.n_expert} experts")
+        y, runs, rows = experts.compute(np.ascontiguousarray(x), ids, weights)
         self._calls += 1
         self._rows += n
         self._expert_runs += runs

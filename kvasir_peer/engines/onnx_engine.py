@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvasir_peer.engines.architectures import EXPERT_BIASES, EXPERT_WEIGHTS, ModelShape, parse
+from kvasir_peer.engines import quants
+from kvasir_peer.engines.architectures import EXPERT_WEIGHTS, ModelShape, parse
 from kvasir_peer.engines.base import (
     ExpertBank,
     ExpertRange,
@@ -17,14 +20,18 @@ from kvasir_peer.engines.base import (
     StackSpec,
 )
 from kvasir_peer.engines.onnx_attention import head_width
-from kvasir_peer.engines.onnx_bank import OnnxBank
-from kvasir_peer.engines.onnx_linear import Kernels, packed_bytes
-from kvasir_peer.engines.onnx_parts import heads_of
+from kvasir_peer.engines.onnx_bank import OnnxBank, by_layer, fusible
+from kvasir_peer.engines.onnx_graph import HEAP_BYTES, SESSION_BYTES, trim_heap
+from kvasir_peer.engines.onnx_linear import Kernels, container, packed_bytes
+from kvasir_peer.engines.onnx_parts import PER_HEAD_SUFFIXES, heads_of
+from kvasir_peer.engines.onnx_probe import probe, usable_kernels
 from kvasir_peer.engines.onnx_stack import OnnxStack
 
 if TYPE_CHECKING:
     from kvasir_peer.models.gguf import TensorInfo
     from kvasir_peer.models.sources import TensorSource
+
+_log = logging.getLogger(__name__)
 
 
 class _Counter:
@@ -54,47 +61,30 @@ def make_stack(source: TensorSource, spec: StackSpec, progress: Progress | None)
     """Load layers; see :func:`kvasir_peer.engines.base.create_stack`."""
     shape = parse(source.metadata, source.tensors)
     names = shape.stage_tensors(spec.first, spec.end)
+    kernels = usable_kernels(spec.device)
+    _say_what_is_dequantised([source.tensors[name] for name in names], spec.precision, kernels)
     counter = _Counter({name: source.tensors[name].n_bytes for name in names}, progress)
-    kernels = Kernels()
-    memory = estimate_stack(source.metadata, source.tensors, spec)
     ranges = _expert_ranges(shape, spec)
-    bank = _bank(shape, source, ranges, spec.precision, spec.threads, spec.device, kernels, counter)
+    bank = None
+    if ranges:
+        bank = OnnxBank(
+            shape,
+            source,
+            ranges,
+            # The stack's own estimate counts its experts.
+            memory=MemoryEstimate(0, 0, 0),
+            max_rows=spec.max_rows,
+            precision=spec.precision,
+            threads=spec.threads,
+            device=spec.device,
+            kernels=kernels,
+            taken=counter.taken,
+        )
+    memory = _stack_memory(shape, source.tensors, spec, kernels)
     stack = OnnxStack(shape, source, spec, memory=memory, kernels=kernels, bank=bank, progress=counter.taken)
     source.release()
+    trim_heap()
     return stack
-
-
-def _bank(
-    shape: ModelShape,
-    source: TensorSource,
-    ranges: tuple[ExpertRange, ...],
-    precision: Precision,
-    threads: int,
-    device: str,
-    kernels: Kernels,
-    counter: _Counter,
-) -> OnnxBank | None:
-    if not ranges:
-        return None
-
-    def taken(layer: int, count: int) -> None:
-        for suffix in EXPERT_WEIGHTS + EXPERT_BIASES:
-            counter.taken(shape.layers[layer].name(suffix))
-
-    memory = estimate_bank(
-        source.metadata, source.tensors, ranges, max_rows=1, device=device, precision=precision
-    )
-    return OnnxBank(
-        shape,
-        source,
-        ranges,
-        memory=memory,
-        precision=precision,
-        threads=threads,
-        device=device,
-        kernels=kernels,
-        taken=taken,
-    )
 
 
 def make_bank(
@@ -108,9 +98,25 @@ def make_bank(
 ) -> ExpertBank:
     """Load experts; see :func:`kvasir_peer.engines.base.create_bank`."""
     shape = parse(source.metadata, source.tensors)
-    bank = _bank(shape, source, ranges, precision, threads, device, Kernels(), _Counter({}, None))
-    assert bank is not None
+    kernels = usable_kernels(device)
+    layers = by_layer(shape, ranges)
+    names = [name for index in layers for name in shape.expert_tensors(index)]
+    _say_what_is_dequantised([source.tensors[name] for name in names], precision, kernels)
+    memory = _bank_memory(shape, source.tensors, ranges, max_rows, precision, kernels)
+    bank = OnnxBank(
+        shape,
+        source,
+        ranges,
+        memory=replace(memory, workspace=memory.workspace + HEAP_BYTES),
+        max_rows=max_rows,
+        precision=precision,
+        threads=threads,
+        device=device,
+        kernels=kernels,
+        taken=lambda name: None,
+    )
     source.release()
+    trim_heap()
     return bank
 
 
@@ -118,48 +124,7 @@ def estimate_stack(
     metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo], spec: StackSpec
 ) -> MemoryEstimate:
     """Say what a stack would take; see :func:`kvasir_peer.engines.base.estimate_stack`."""
-    shape = parse(metadata, tensors)
-    kernels = Kernels()
-    layers = shape.layers[spec.first : spec.end]
-    experts = {
-        layer.name(suffix) for layer in layers if layer.moe for suffix in EXPERT_WEIGHTS + EXPERT_BIASES
-    }
-    weights = 0
-    for name in shape.stage_tensors(spec.first, spec.end):
-        info = tensors[name]
-        if name in experts:
-            continue
-        if name == "token_embd.weight" and spec.first == 0:
-            weights += info.n_bytes
-            if not (shape.tied and spec.end == shape.n_layer):
-                continue
-        columns = info.shape[-1]
-        weights += packed_bytes(info.type, math.prod(info.shape) // columns, columns, spec.precision, kernels)
-    bank = estimate_bank(
-        metadata,
-        tensors,
-        _expert_ranges(shape, spec),
-        max_rows=spec.max_rows,
-        device=spec.device,
-        precision=spec.precision,
-    )
-    kv = 0
-    for layer in layers:
-        heads = heads_of(layer, tensors)
-        caches = 1 if heads.latent else 2
-        kv += 4 * caches * spec.n_slots * spec.context_length * heads.n_head_kv * head_width(heads)
-    return MemoryEstimate(weights + bank.weights, kv, _workspace(shape, spec) + bank.workspace)
-
-
-def _workspace(shape: ModelShape, spec: StackSpec) -> int:
-    """Return the bytes of the buffers between parts, and of the widest part's own values."""
-    widest = 0
-    for layer in shape.layers[spec.first : spec.end]:
-        a = layer.attention
-        attention = a.n_head * (a.key_length + a.value_length) + a.n_head_kv * (a.key_length + a.value_length)
-        width = layer.n_ff or (layer.moe.shared_width if layer.moe else 0)
-        widest = max(widest, attention + 5 * width + 8 * shape.n_embd)
-    return 4 * spec.max_rows * (widest + 4 * shape.n_embd)
+    return _stack_memory(parse(metadata, tensors), tensors, spec, probe(spec.device).kernels)
 
 
 def estimate_bank(
@@ -173,14 +138,103 @@ def estimate_bank(
 ) -> MemoryEstimate:
     """Say what a bank would take; see :func:`kvasir_peer.engines.base.estimate_bank`."""
     shape = parse(metadata, tensors)
+    memory = _bank_memory(shape, tensors, ranges, max_rows, precision, probe(device).kernels)
+    return replace(memory, workspace=memory.workspace + HEAP_BYTES)
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+def _stack_memory(
+    shape: ModelShape, tensors: Mapping[str, TensorInfo], spec: StackSpec, kernels: Kernels
+) -> MemoryEstimate:
+    layers = shape.layers[spec.first : spec.end]
+    ranges = _expert_ranges(shape, spec)
+    experts = {name for index, _, _ in ranges for name in shape.expert_tensors(index)}
+    weights = SESSION_BYTES * (len(layers) + 2)
+    for name in shape.stage_tensors(spec.first, spec.end):
+        if name in experts:
+            continue
+        info = tensors[name]
+        if name == "token_embd.weight" and spec.first == 0:
+            weights += info.n_bytes
+            if not (shape.tied and spec.end == shape.n_layer):
+                continue
+        weights += _container_bytes(info, 1.0, spec.precision, kernels)
+    kv = 0
+    for layer in layers:
+        heads = heads_of(layer, tensors)
+        caches = 1 if heads.latent else 2
+        kv += 4 * caches * spec.n_slots * spec.context_length * heads.n_head_kv * head_width(heads)
+    workspace = HEAP_BYTES + _workspace(shape, spec)
+    if ranges:
+        bank = _bank_memory(shape, tensors, ranges, spec.max_rows, spec.precision, kernels)
+        weights += bank.weights
+        workspace += bank.workspace
+    return MemoryEstimate(weights, kv, workspace)
+
+
+def _bank_memory(
+    shape: ModelShape,
+    tensors: Mapping[str, TensorInfo],
+    ranges: tuple[ExpertRange, ...],
+    max_rows: int,
+    precision: Precision,
+    kernels: Kernels,
+) -> MemoryEstimate:
     weights = workspace = 0
-    for index, lo, hi in ranges:
+    for index, held in by_layer(shape, ranges).items():
         layer = shape.layers[index]
+        moe = layer.moe
+        assert moe is not None
+        count = sum(hi - lo for lo, hi in held)
         for name in shape.expert_tensors(index):
-            info = tensors[name]
-            columns = info.shape[-1]
-            rows = (hi - lo) * (math.prod(info.shape[1:]) // columns)
-            weights += packed_bytes(info.type, rows, columns, precision, Kernels())
-        if layer.moe is not None:
-            workspace = max(workspace, 4 * max_rows * layer.moe.n_used * (4 * layer.moe.width + shape.n_embd))
+            weights += _container_bytes(tensors[name], count / moe.n_expert, precision, kernels)
+        types = {suffix: tensors[layer.name(suffix)].type for suffix in EXPERT_WEIGHTS}
+        weights += SESSION_BYTES * (1 if fusible(layer, types, precision, kernels) else count)
+        per_row = moe.n_used * (4 * moe.width + shape.n_embd)
+        workspace = max(workspace, 4 * max_rows * per_row)
     return MemoryEstimate(weights, 0, workspace)
+
+
+def _container_bytes(info: TensorInfo, part: float, precision: Precision, kernels: Kernels) -> int:
+    """Return the bytes of a tensor, or a part of it, once loaded."""
+    columns = info.shape[-1]
+    rows = math.prod(info.shape) // columns
+    if info.name.endswith(PER_HEAD_SUFFIXES):
+        return int(4 * rows * columns * part)
+    return int(packed_bytes(info.type, rows, columns, precision, kernels) * part)
+
+
+def _workspace(shape: ModelShape, spec: StackSpec) -> int:
+    """Return the bytes of the buffers between parts, and of the widest part's own values."""
+    widest = 0
+    for layer in shape.layers[spec.first : spec.end]:
+        a = layer.attention
+        attention = (a.n_head + a.n_head_kv) * (a.key_length + a.value_length)
+        width = layer.n_ff or (layer.moe.shared_width if layer.moe else 0)
+        widest = max(widest, attention + 5 * width + 8 * shape.n_embd)
+    return 4 * spec.max_rows * (widest + 4 * shape.n_embd)
+
+
+def _say_what_is_dequantised(infos: list[TensorInfo], precision: Precision, kernels: Kernels) -> None:
+    """Log a line for each type that is not computed as the file has it."""
+    found: dict[str, list[int]] = {}
+    for info in infos:
+        t = quants.quant_type(info.type, info.name)
+        if len(info.shape) < 2 or t.name == "F32" or info.name == "token_embd.weight":
+            continue
+        as_float = container(info.type, precision, kernels) == "float"
+        if as_float or info.name.endswith(PER_HEAD_SUFFIXES):
+            sums = found.setdefault(t.name, [0, 0, 0])
+            sums[0] += 1
+            sums[1] += info.n_bytes
+            sums[2] += 4 * math.prod(info.shape)
+    for name, (count, before, after) in found.items():
+        _log.info(
+            "%d tensors of type %s are dequantised to float32: %.1f MB instead of %.1f MB",
+            count,
+            name,
+            after / 1e6,
+            before / 1e6,
+        )

@@ -6,6 +6,7 @@ never copied into a protobuf, and are let go of here as soon as the session has 
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,11 @@ _IR_VERSION = 10
 _MICROSOFT = "com.microsoft"
 # Initializers under this many bytes stay in the graph: an entry of the external table costs more than that.
 _INLINE_BYTES = 512
+
+# What a session of some twenty nodes takes besides its weights, as measured.
+SESSION_BYTES = 250_000
+# What the C library keeps of the heap that loading and the passes have used, and Python's own objects, as measured.
+HEAP_BYTES = 24_000_000
 
 _ELEMENT: Mapping[str, int] = {
     "float32": TensorProto.FLOAT,
@@ -68,6 +74,13 @@ class Runtime:
         raise EngineError(
             f"onnxruntime has no execution provider {device!r} here; it has {', '.join(available.values())}"
         )
+
+
+def trim_heap() -> None:
+    """Give memory that loading has freed back to the system, where the C library keeps it (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
 
 
 class Graph:

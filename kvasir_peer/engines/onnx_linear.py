@@ -80,8 +80,10 @@ def packed_bytes(type_id: int, rows: int, columns: int, precision: Precision, ke
     if kind == "float":
         return 4 * n
     t = quants.quant_type(type_id)
-    # Besides the codes: the scales as given, the kernel's own copy of them, and its sums over groups.
-    per_group = 12 + (4 if t.asymmetric else 0)
+    # A scale of float32 per group; at level 4 the kernel keeps the scales as given too, and its sums over groups.
+    per_group = 12 if precision == "fast" else 4
+    if t.asymmetric:
+        per_group += 4
     return n * t.bits // 8 + n // t.group * per_group
 
 

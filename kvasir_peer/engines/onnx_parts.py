@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 F32 = NDArray[np.float32]
 
+# Matrices of latent attention that are used head by head, as float32: MatMulNBits takes one matrix only.
+PER_HEAD_SUFFIXES = ("attn_k_b.weight", "attn_v_b.weight", "attn_kv_b.weight")
+
 
 @dataclass(frozen=True)
 class Port:

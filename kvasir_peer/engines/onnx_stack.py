@@ -233,12 +233,14 @@ class OnnxStack(LayerStack):
     def _check(self, rows: Rows, hidden: F32 | None) -> None:
         rows.check(self.spec, self.shape.n_vocab if self._head else 0)
         if self._head != (hidden is None):
-            raise EngineError("the head takes tokens, every other stage takes hidden states")
+            raise EngineError(
+                "the head embeds tokens and takes no hidden state; every other stage takes a hidden state"
+            )
         if hidden is not None and (
             hidden.shape != (len(rows), self.shape.n_embd) or hidden.dtype != np.float32
         ):
             raise EngineError(
-                f"hidden states are {hidden.dtype} {hidden.shape}; expected float32 "
+                f"the hidden state is {hidden.dtype} {hidden.shape}; expected float32 "
                 f"{(len(rows), self.shape.n_embd)}"
             )
 

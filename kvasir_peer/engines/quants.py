@@ -364,8 +364,16 @@ def _in_pieces(work: Callable[[int, int], None], n_blocks: int, block: int, thre
         for begin, end in edges:
             work(begin, end)
         return
+    # Threads take pieces from one iterator, which is cheaper than a future for each.
+    left = iter(edges)
+
+    def take() -> None:
+        for begin, end in left:
+            work(begin, end)
+
     with ThreadPoolExecutor(count, thread_name_prefix="unpack") as pool:
-        list(pool.map(lambda edge: work(*edge), edges))
+        for done in [pool.submit(take) for _ in range(count)]:
+            done.result()
 
 
 def _blocks(raw: NDArray[Any], t: QuantType, shape: Sequence[int]) -> tuple[U8, int, int]:

@@ -1,0 +1,283 @@
+"""What onnxruntime can do on this machine, found by running small kernels and comparing them with numpy.
+
+Versions of onnxruntime differ in which operators they have, processors in which kernels are used, and a kernel that
+computes something else is worse than one that is missing. So each operator that the engine builds on is tried once
+per process before it is trusted; where one fails, the engine takes another way (see ``Kernels``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvasir_peer.engines.architectures import AttentionShape, RopeShape
+from kvasir_peer.engines.onnx_attention import attention_graph
+from kvasir_peer.engines.onnx_graph import Graph, Runtime
+from kvasir_peer.engines.onnx_linear import Kernels
+from kvasir_peer.engines.onnx_parts import Heads
+from kvasir_peer.engines.rope import RopeTable, rotate
+from kvasir_peer.errors import EngineError
+
+F32 = NDArray[np.float32]
+
+# Root-mean-square deviation that is taken for rounding, as a part of the result's own root mean square. Rounding
+# activations to int8 costs about 1 %.
+_INT8_TOLERANCE = 0.03
+_FLOAT_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of one kernel.
+
+    Attributes:
+        name: of the kernel.
+        works: whether it ran and agrees with numpy.
+        deviation: root-mean-square deviation relative to numpy's result; nan where it did not run.
+        remark: why it does not work and what is done instead, or "".
+    """
+
+    name: str
+    works: bool
+    deviation: float
+    remark: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found.
+
+    Attributes:
+        version: of onnxruntime.
+        provider: execution provider that was tried.
+        trials: one per kernel.
+        kernels: what the engine will use.
+    """
+
+    version: str
+    provider: str
+    trials: tuple[Trial, ...]
+    kernels: Kernels
+
+    def lines(self) -> list[str]:
+        """Return the report for people, one kernel a line."""
+        head = f"onnxruntime {self.version}, {self.provider}"
+        return [head] + [
+            f"  {t.name}: {'works' if t.works else 'does not work'}"
+            + (f", deviation {t.deviation:.1e}" if np.isfinite(t.deviation) else "")
+            + (f" ({t.remark})" if t.remark else "")
+            for t in self.trials
+        ]
+
+
+def probe(device: str = "cpu") -> Report:
+    """Try all kernels; the result is kept for the life of the process.
+
+    Args:
+        device: ``cpu``, or the name of an execution provider.
+
+    Raises:
+        EngineError: onnxruntime has no such execution provider here.
+    """
+    return _probe(Runtime.of(1, device).provider)
+
+
+def usable_kernels(device: str) -> Kernels:
+    """Return what the engine may use.
+
+    Raises:
+        EngineError: attention, without which nothing can be computed, does not work here.
+    """
+    report = probe(device)
+    for trial in report.trials:
+        if not trial.works and trial.name.startswith("GroupQueryAttention"):
+            raise EngineError(
+                f"{trial.name} of onnxruntime {report.version} does not work here ({trial.remark}); "
+                "install a newer onnxruntime, or take the torch engine"
+            )
+    return report.kernels
+
+
+@functools.cache
+def _probe(provider: str) -> Report:
+    import onnxruntime
+
+    runtime = Runtime(1, provider)
+    trials: list[Trial] = []
+
+    def attempt(name: str, instead: str, tolerance: float, work: Callable[[], tuple[F32, F32]]) -> bool:
+        try:
+            got, expected = work()
+        except EngineError as error:
+            trials.append(Trial(name, False, float("nan"), f"{error}; {instead}"))
+            return False
+        deviation = float(np.sqrt(np.mean((got - expected) ** 2) / np.mean(expected**2)))
+        works = bool(np.isfinite(deviation) and deviation < tolerance)
+        trials.append(Trial(name, works, deviation, "" if works else f"its results are wrong; {instead}"))
+        return works
+
+    def product(bits: int, block: int, level: int) -> bool:
+        tolerance = _INT8_TOLERANCE if level == 4 else _FLOAT_TOLERANCE
+        return attempt(
+            f"MatMulNBits, {bits} bits, blocks of {block}, level {level}",
+            "such weights are dequantised",
+            tolerance,
+            lambda: _try_product(runtime, bits, block, level),
+        )
+
+    codes4 = all([product(4, block, level) for block in (16, 32) for level in (0, 4)])
+    codes8 = all([product(8, block, 4) for block in (16, 32)])
+    experts = all(
+        [
+            attempt(
+                f"QMoE, {bits} bits, router weights",
+                "experts are computed one by one",
+                _INT8_TOLERANCE,
+                functools.partial(_try_experts, runtime, bits),
+            )
+            for bits in (4, 8)
+        ]
+    )
+    for name, n_slots, n_rows in (("one row in each of three slots", 3, 1), ("five rows after seven", 1, 5)):
+        attempt(
+            f"GroupQueryAttention, {name}",
+            "nothing else will do",
+            _FLOAT_TOLERANCE,
+            functools.partial(_try_attention, runtime, n_slots, n_rows),
+        )
+    return Report(
+        onnxruntime.__version__,
+        provider,
+        tuple(trials),
+        Kernels(codes4=codes4, codes8=codes8, experts=experts),
+    )
+
+
+def _random_codes(
+    rng: np.random.Generator, shape: tuple[int, ...], bits: int, block: int
+) -> tuple[NDArray[np.uint8], F32, F32]:
+    """Return packed codes, scales, and the weights that they stand for, [..., columns]."""
+    codes = rng.integers(0, 1 << bits, shape, dtype=np.uint8)
+    scales = (rng.random((*shape[:-1], shape[-1] // block)) * 0.02 + 0.01).astype(np.float32)
+    weights = (codes.astype(np.float32) - (1 << (bits - 1))) * np.repeat(scales, block, axis=-1)
+    packed = codes if bits == 8 else codes[..., 0::2] | (codes[..., 1::2] << 4)
+    return packed, scales, weights
+
+
+def _try_product(runtime: Runtime, bits: int, block: int, level: int) -> tuple[F32, F32]:
+    rng = np.random.default_rng(bits * 100 + block + level)
+    n, rows, columns = 3, 48, 128
+    x = rng.standard_normal((n, columns)).astype(np.float32)
+    packed, scales, weights = _random_codes(rng, (rows, columns), bits, block)
+    g = Graph()
+    y = g.op(
+        "MatMulNBits",
+        g.input("x", ["n", columns]),
+        g.weight(packed.reshape(rows, columns // block, -1)),
+        g.weight(scales),
+        microsoft=True,
+        K=columns,
+        N=rows,
+        bits=bits,
+        block_size=block,
+        accuracy_level=level,
+    )
+    g.output(y, "y", ["n", rows])
+    return g.session(runtime).run({"x": x})[0], x @ weights.T
+
+
+def _try_experts(runtime: Runtime, bits: int) -> tuple[F32, F32]:
+    rng = np.random.default_rng(bits)
+    n, experts, width, hidden, block = 4, 6, 64, 96, 32
+    x = rng.standard_normal((n, width)).astype(np.float32)
+    up_packed, up_scales, up = _random_codes(rng, (experts, 2 * hidden, width), bits, block)
+    down_packed, down_scales, down = _random_codes(rng, (experts, width, hidden), bits, block)
+    # Two of three choices count, one of them only a little; the rest have no weight and must add nothing.
+    mix = np.zeros((n, experts), np.float32)
+    chosen = np.zeros_like(mix)
+    for row in range(n):
+        ids = rng.permutation(experts)[:2]
+        chosen[row, ids] = 1.0
+        mix[row, ids] = (0.7, 0.05)
+    g = Graph()
+    y = g.op(
+        "QMoE",
+        g.input("x", ["n", width]),
+        g.input("chosen", ["n", experts]),
+        g.weight(up_packed),
+        g.weight(up_scales),
+        "",
+        g.weight(down_packed),
+        g.weight(down_scales),
+        *[""] * 7,
+        g.input("mix", ["n", experts]),
+        microsoft=True,
+        k=3,
+        activation_type="swiglu",
+        activation_alpha=1.0,
+        activation_beta=0.0,
+        swiglu_fusion=1,
+        normalize_routing_weights=0,
+        expert_weight_bits=bits,
+        block_size=block,
+        weights_prepacked=0,
+        accuracy_level=4,
+    )
+    g.output(y, "y", ["n", width])
+    got = g.session(runtime).run({"x": x, "chosen": chosen, "mix": mix})[0]
+    both = np.einsum("nk,efk->nef", x, up)
+    gate, linear = both[..., 0::2], both[..., 1::2]
+    each = np.einsum("nef,ekf->nek", gate / (1.0 + np.exp(-gate)) * linear, down)
+    return got, np.einsum("ne,nek->nk", mix, each).astype(np.float32)
+
+
+def _try_attention(runtime: Runtime, n_slots: int, n_rows: int) -> tuple[F32, F32]:
+    rng = np.random.default_rng(n_rows)
+    n_head, n_kv, length, context, past = 4, 2, 32, 24, 7
+    heads = Heads(True, n_head, n_kv, length, length, False)
+    rope = RopeShape("halves", length, 10000.0)
+    shape = AttentionShape(n_head, n_kv, length, length, length**-0.5, 0, 0.0, rope)
+    table = RopeTable(rope)
+    cos, sin = table(np.arange(context, dtype=np.int32))
+    session = attention_graph(shape, heads, cos, sin, sinks=False).session(runtime)
+    keys = rng.standard_normal((n_slots, n_kv, context, length)).astype(np.float32)
+    values = rng.standard_normal(keys.shape).astype(np.float32)
+    qkv = rng.standard_normal((n_slots, n_rows, heads.q + heads.k + heads.v)).astype(np.float32)
+    # Slots are of different lengths; rows stand at the positions from `begin` on.
+    begin = past + 3 * np.arange(n_slots)
+    expected = _attention(qkv, keys.copy(), values.copy(), begin, shape, table)
+    last = (begin + n_rows - 1).astype(np.int32)
+    total = np.array(last.max() + 1, np.int32)
+    got = np.empty((n_slots, n_rows, heads.attended), np.float32)
+    session.bind(
+        {"qkv": qkv, "past_k": keys, "past_v": values, "last": last, "total": total},
+        {"attention": got, "present_k": keys, "present_v": values},
+    )()
+    return got, expected
+
+
+def _attention(
+    qkv: F32, keys: F32, values: F32, begin: NDArray[np.int64], shape: AttentionShape, table: RopeTable
+) -> F32:
+    """Attention by its definition, in numpy."""
+    n_slots, n_rows, _ = qkv.shape
+    heads, n_kv, length = shape.n_head, shape.n_head_kv, shape.key_length
+    out = np.empty((n_slots, n_rows, heads, length), np.float32)
+    for slot in range(n_slots):
+        positions = (begin[slot] + np.arange(n_rows)).astype(np.int32)
+        cos, sin = table(positions)
+        q, k, v = np.split(qkv[slot].reshape(n_rows, -1, length), [heads, heads + n_kv], axis=1)
+        q, k = rotate(q, cos, sin, shape.rope.style), rotate(k, cos, sin, shape.rope.style)
+        keys[slot][:, positions] = k.transpose(1, 0, 2)
+        values[slot][:, positions] = v.transpose(1, 0, 2)
+        for row, position in enumerate(positions):
+            for head in range(heads):
+                group = head // (heads // n_kv)
+                scores = keys[slot, group, : position + 1] @ q[row, head] * shape.scale
+                weights = np.exp(scores - scores.max())
+                out[slot, row, head] = weights / weights.sum() @ values[slot, group, : position + 1]
+    return out.reshape(n_slots, n_rows, -1)
