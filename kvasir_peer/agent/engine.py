@@ -121,6 +121,15 @@ class Engine:
         self._resident = answer.resident_bytes
         return answer
 
+    async def retarget(self, stage: int, stages: int) -> None:
+        """Give the loaded stage another index; batches of before are through, and all buffers free, after it."""
+        job = next(self._jobs)
+        answer = await self._ask(orders.Retarget(job, stage, stages), job)
+        assert isinstance(answer, orders.Retargeted)
+        if self._arena is not None:
+            self._free = list(range(self._arena.shape.buffers))
+            self._freed.set()
+
     async def forget(self) -> None:
         """Give the memory of what is loaded back to the machine."""
         job = next(self._jobs)
@@ -359,12 +368,17 @@ async def open_engine() -> AsyncIterator[Engine]:
         EngineError: the process did not come up.
     """
     engine = Engine()
+    failure: Exception | None = None
     try:
         async with trio.open_nursery() as nursery:
             await nursery.start(engine.run)
             try:
                 yield engine
+            except Exception as error:  # noqa: BLE001 - raised again
+                failure = error  # from inside, the nursery would wrap it in a group
             finally:
                 nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
     finally:
         engine._close()

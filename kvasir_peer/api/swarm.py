@@ -1,7 +1,7 @@
 """The swarm's control routes: one handler set, served on a TCP port and over libp2p streams.
 
-Over a libp2p stream the caller is its peer id (``scope["kvasir_peer"]``, proven by the Noise handshake). On TCP nobody is
-anybody, so routes on which a peer acts for itself answer 403 there.
+Over a libp2p stream the caller is its peer id (``scope["kvasir_peer"]``, proven by the Noise handshake). On TCP
+nobody is anybody, so routes on which a peer acts for itself answer 403 there.
 """
 
 from __future__ import annotations

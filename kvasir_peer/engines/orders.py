@@ -124,6 +124,21 @@ class Ready(msgspec.Struct, frozen=True):
     pid: int
 
 
+class Retarget(msgspec.Struct, frozen=True):
+    """The loaded stage has another index from now on, in a ring of ``stages``; its weights and KV cache stay.
+
+    Carried out after all batches that were sent before, so its answer also says that no buffer is in use.
+    """
+
+    job: int
+    stage: int
+    stages: int
+
+
+class Retargeted(msgspec.Struct, frozen=True):
+    job: int
+
+
 class Forget(msgspec.Struct, frozen=True):
     """Give back all weights and memory, and answer :class:`Forgotten`."""
 
@@ -151,6 +166,8 @@ CODEC = Codec(
         8: Forget,
         9: Forgotten,
         10: Quit,
+        11: Retarget,
+        12: Retargeted,
     },
     max_header=MAX_ORDER_BYTES,
 )

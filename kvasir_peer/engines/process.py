@@ -58,6 +58,8 @@ class EngineProcess:
                     self._pass(order, starved)
                 elif isinstance(order, orders.LoadStage):
                     self._load(order)
+                elif isinstance(order, orders.Retarget):
+                    self._retarget(order)
                 elif isinstance(order, orders.Forget):
                     self._forget()
                     self._answer(orders.Forgotten(order.job, self._resident()))
@@ -148,6 +150,14 @@ class EngineProcess:
 
         return create_stack(order.engine, source, spec, progress), memory
 
+    def _retarget(self, order: orders.Retarget) -> None:
+        from kvasir_peer.engines.stage_runner import StageRunner
+
+        if not isinstance(self._runner, StageRunner):
+            raise errors.EngineError("no stage is loaded")
+        self._runner.retarget(order.stage, order.stages)
+        self._answer(orders.Retargeted(order.job))
+
     def _map_arena(self, shape: ArenaShape) -> None:
         if self._arena is not None:
             self._arena.close()
@@ -174,7 +184,7 @@ class EngineProcess:
                     break
                 (size,) = orders.LENGTH.unpack(prefix)
                 order, _ = orders.CODEC.decode(stream.read(size))
-                urgency = _RING if isinstance(order, orders.Pass) else _CONTROL
+                urgency = _RING if isinstance(order, orders.Pass | orders.Retarget) else _CONTROL
                 self._orders.put((urgency, next(self._count), order))
                 if isinstance(order, orders.Quit):
                     return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -94,6 +95,11 @@ class StageRunner:
             )
             for row, one in zip(wanted, sampled, strict=True)
         )
+
+    def retarget(self, stage: int, stages: int) -> None:
+        """Take another index, in a ring of another number of stages; weights and KV cache stay."""
+        self._stage = stage
+        self._limits = dataclasses.replace(self._limits, stages=stages)
 
     def close(self) -> None:
         """Give all memory back."""

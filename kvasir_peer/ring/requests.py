@@ -141,8 +141,18 @@ class RingRequests:
 
     def detach(self, why: str) -> None:
         """The ring does not serve; ``why`` names what is missing."""
+        if self._link is not None:
+            self._link.close()
         self._link, self._why_not = None, why
         for active in self._active.values():
+            active.wake()
+
+    def give_up(self, why: str) -> None:
+        """End the answers that wait for a ring."""
+        self._why_not = why
+        for active in self._active.values():
+            if active.error is None and not active.done:
+                active.error = NotReadyError(f"the answer could not go on: {why}")
             active.wake()
 
     @property

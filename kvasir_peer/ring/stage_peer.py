@@ -21,9 +21,11 @@ from kvasir_peer.models.slices import StageSlice, chunks_of
 from kvasir_peer.ring import volunteering
 from kvasir_peer.ring.head import HeadEpoch, HeadState
 from kvasir_peer.ring.manifest_fetch import fetch_manifest
+from kvasir_peer.ring.offers import layers_text
 from kvasir_peer.ring.plan import Plan, decode_plan
 from kvasir_peer.ring.stage import WELCOME_SECONDS, RingBroken, StageEpoch
 from kvasir_peer.ring.volunteering import Orders, Report, StageFigures, StageState, Transfer
+from kvasir_peer.serving.widths import Widths
 from kvasir_peer.wire import ring
 from kvasir_peer.wire.tensors import tensor_bytes
 
@@ -87,15 +89,13 @@ class StagePeerConfig:
 
 
 @dataclass(frozen=True)
-class _LoadedSlice:
-    """What the engine holds: a plan of another epoch with the same values needs no new load."""
+class _Prepared:
+    """What an engine can hold: a plan of another epoch with the same values needs no new load."""
 
     model: str
     first: int
     end: int
-    index: int
-    stages: int
-    widths: object
+    widths: Widths
     dtype: str
 
 
@@ -132,8 +132,12 @@ class StagePeer:
         self._lag = LoopLag()
         self._state: StageState = "idle"
         self._plan: Plan | None = None
-        self._loaded: _LoadedSlice | None = None
+        self._loaded: _Prepared | None = None
         self._kept = False
+        self._preparing: _Prepared | None = None
+        self._standby: tuple[int, int] | None = None
+        self._preload = False
+        self._on_disk: set[tuple[int, int]] = set()
         self._reason = ""
         self._lost = ""
         self._transfer: Transfer | None = None
@@ -141,7 +145,7 @@ class StagePeer:
         self._epoch_changed = trio.Event()
         self._head_state: HeadState | None = None
         self._leaving = False
-        self._loading: trio.CancelScope | None = None
+        self._preparation: trio.CancelScope | None = None
         self._work: trio.CancelScope | None = None
         engine.crashed = self._engine_crashed
 
@@ -226,6 +230,8 @@ class StagePeer:
                 threads=self._config.threads,
                 addresses=tuple(self._node.addresses()),
                 read_bytes_per_second=self._config.read_bytes_per_second,
+                on_disk=tuple(sorted(self._on_disk)),
+                loaded=(self._loaded.first, self._loaded.end) if self._loaded else None,
             ),
             secret=self._config.secret,
             state=self._state,
@@ -236,6 +242,8 @@ class StagePeer:
             lost=self._lost,
             kept=self._kept,
             leaving=self._leaving,
+            standby=self._standby,
+            preload=self._preload,
             transfer=self._transfer,
             figures=self.statistics() if self._epoch is not None else None,
             wait=wait,
@@ -271,45 +279,60 @@ class StagePeer:
     async def _follow(self, orders: Orders) -> bool:
         """Do what the bridge says; True when it is over."""
         if orders.assigned == "retire":
-            self._stop_work()
-            self._tell(StageNews("idle", orders.why or "the bridge needs this peer no longer"))
+            self._stop_serving()
+            self._stop_preparing()
+            self._set("idle", orders.why or "the bridge needs this peer no longer")
             return self._leaving
         if orders.plan:
-            self._take_plan(base64.b64decode(orders.plan), orders)
-        plan = self._plan
-        if plan is not None and orders.go and orders.epoch == plan.epoch:
-            self._start_epoch(plan)
-        if orders.assigned == "wait" and self._plan is None:
+            plan = decode_plan(base64.b64decode(orders.plan), self._config.bridge, self._verify)
+            if orders.assigned == "stage":
+                self._take_place(plan, orders.sources)
+            elif orders.slice is not None:
+                self._stand_by(plan, orders.slice, orders)
+        plan_now = self._plan
+        if plan_now is not None and orders.go and orders.epoch == plan_now.epoch:
+            self._start_epoch(plan_now)
+        if orders.assigned == "wait" and self._plan is None and self._state == "idle":
             self._tell(StageNews("idle", orders.why or "waiting for a place in the ring"))
         return False
 
-    def _take_plan(self, data: bytes, orders: Orders) -> None:
-        plan = decode_plan(data, self._config.bridge, self._verify)
+    def _take_place(self, plan: Plan, sources: tuple[volunteering.Source, ...]) -> None:
         known = self._plan
         if known is not None and known.id == plan.id and plan.epoch <= known.epoch:
             return  # an answer that was overtaken by a newer one
-        index = next((i for i, s in enumerate(plan.stages) if s.peer == self._node.peer_id), None)
+        index = plan.index_of(self._node.peer_id)
         if index is None:
             raise PlanError("the bridge sent a plan in which this peer has no place", plan=plan.id)
-        self._stop_work()
-        self._plan, self._reason, self._lost = plan, "", ""
+        self._stop_serving()
+        self._plan, self._reason, self._lost, self._standby = plan, "", "", None
         stage = plan.stages[index]
-        wanted = _LoadedSlice(
-            plan.model, stage.first, stage.end, index, len(plan.stages), plan.widths, plan.dtype
-        )
-        if self._loaded == wanted:
-            self._kept = True
-            self._set("loaded", f"layers {stage.first} to {stage.end - 1} are loaded already")
-            self._urgent()
-        else:
-            self._kept = False
-            self._nursery.start_soon(self._fetch_and_load, plan, wanted, orders.sources)
+        self._prepare(_Prepared(plan.model, stage.first, stage.end, plan.widths, plan.dtype), plan, sources)
 
-    def _stop_work(self) -> None:
-        for scope in (self._loading, self._work):
-            if scope is not None:
-                scope.cancel()
-        self._loading = self._work = None
+    def _stand_by(self, plan: Plan, part: tuple[int, int], orders: Orders) -> None:
+        """Keep a slice ready, for when somebody falls out."""
+        self._stop_serving()
+        self._plan, self._reason, self._standby, self._preload = None, "", part, orders.preload
+        wanted = _Prepared(plan.model, part[0], part[1], plan.widths, plan.dtype)
+        self._prepare(wanted, plan, orders.sources)
+
+    def _prepare(self, wanted: _Prepared, plan: Plan, sources: tuple[volunteering.Source, ...]) -> None:
+        if self._preparing == wanted and self._state in ("fetching", "loading"):
+            return  # it is under way already; what follows looks at the plan of then
+        self._stop_preparing()
+        self._preparing = wanted
+        if self._loaded != wanted:
+            self._kept = False
+        self._nursery.start_soon(self._get_ready, wanted, plan, sources)
+
+    def _stop_serving(self) -> None:
+        if self._work is not None:
+            self._work.cancel()
+            self._work = None
+
+    def _stop_preparing(self) -> None:
+        if self._preparation is not None:
+            self._preparation.cancel()
+            self._preparation = self._preparing = None
 
     def _set(self, state: StageState, text: str, transfer: Transfer | None = None) -> None:
         self._state, self._transfer = state, transfer
@@ -320,22 +343,33 @@ class StagePeer:
 
     # -- getting a slice ready ------------------------------------------------------------------------------
 
-    async def _fetch_and_load(
-        self, plan: Plan, wanted: _LoadedSlice, sources: tuple[volunteering.Source, ...]
+    async def _get_ready(
+        self, wanted: _Prepared, plan: Plan, sources: tuple[volunteering.Source, ...]
     ) -> None:
-        with trio.CancelScope() as self._loading:
+        label = layers_text((wanted.first, wanted.end))
+        with trio.CancelScope() as scope:
+            self._preparation = scope
             try:
-                await self._fetch(plan, wanted, sources)
-                await self._load(plan, wanted)
+                text = f"{label} are loaded already"
+                if self._loaded != wanted:
+                    text = await self._fetch(plan, wanted, label, sources)
+                    if self._plan is not None or self._preload:
+                        text = await self._load(plan, wanted, label)
+                place = self._plan.index_of(self._node.peer_id) if self._plan is not None else None
+                if place is not None and self._plan is not None:
+                    self._state = "loading"
+                    await self._engine.retarget(place, len(self._plan.stages))
+                    self._set("loaded", text)
+                else:
+                    self._set("idle", f"standing by: {text}")
             except KvasirError as error:
                 self._reason = str(error)
-                self._set("broken", f"the slice could not be loaded: {error}")
-                self._urgent()
+                self._set("broken", f"{label} can't be made ready: {error}")
+            self._urgent()
 
     async def _fetch(
-        self, plan: Plan, wanted: _LoadedSlice, sources: tuple[volunteering.Source, ...]
-    ) -> None:
-        label = f"layers {wanted.first} to {wanted.end - 1}"
+        self, plan: Plan, wanted: _Prepared, label: str, sources: tuple[volunteering.Source, ...]
+    ) -> str:
         self._set("fetching", f"fetching {label}", Transfer(0, 0))
         part = StageSlice(wanted.first, wanted.end, plan.n_layer)
         self._manifest_file = self._config.home / "manifests" / f"{plan.model}.manifest"
@@ -349,19 +383,20 @@ class StagePeer:
 
         await trio.to_thread.run_sync(self._store.ensure_room, chunks)
         await trio.to_thread.run_sync(self._store.pin, plan.model, [chunk.hash for chunk in chunks])
-        peers = [(source.peer, source.addresses) for source in sources]
+        peers = [(source.peer, source.addresses) for source in sources if source.peer != self._node.peer_id]
         await Download(self._node, self._store, chunks, progress).run(peers)
+        self._on_disk.add((wanted.first, wanted.end))
+        return f"{label} on disk, {sum(chunk.size for chunk in chunks) / 1e6:.1f} MB"
 
-    async def _load(self, plan: Plan, wanted: _LoadedSlice) -> None:
-        label = f"layers {wanted.first} to {wanted.end - 1}"
+    async def _load(self, plan: Plan, wanted: _Prepared, label: str) -> str:
         self._set("loading", f"loading {label}", Transfer(0, 0))
         boundary = tensor_bytes(plan.dtype, plan.widths.micro_batch_rows, plan.n_embd)
         order = engine_orders.LoadStage(
             job=0,
             weights=engine_orders.StoreWeights(str(self._store.root), str(self._manifest_file)),
             engine=self._config.engine,
-            stage=wanted.index,
-            stages=wanted.stages,
+            stage=next(i for i, s in enumerate(plan.stages) if s.first == wanted.first),
+            stages=len(plan.stages),
             first=wanted.first,
             end=wanted.end,
             n_layer=plan.n_layer,
@@ -379,7 +414,7 @@ class StagePeer:
             arena=engine_orders.ArenaShape(plan.widths.max_in_flight + 1, boundary),
             memory_limit=self._config.memory,
         )
-        self._loaded = None
+        self._loaded, self._kept = None, False
 
         def progress(done: int, total: int) -> None:
             self._set("loading", f"loading {label}", Transfer(done, total))
@@ -388,8 +423,7 @@ class StagePeer:
         for note in answer.notes:
             logger.warning("%s", note)
         self._loaded = wanted
-        self._set("loaded", f"{label} loaded in {answer.seconds:.1f} s, {answer.resident_bytes / 1e6:.0f} MB")
-        self._urgent()
+        return f"{label} loaded in {answer.seconds:.1f} s, {answer.resident_bytes / 1e6:.0f} MB"
 
     def _engine_crashed(self) -> None:
         self._loaded, self._kept = None, False
@@ -405,7 +439,9 @@ class StagePeer:
     def _start_epoch(self, plan: Plan) -> None:
         if self._state != "loaded":
             return
-        index = next(i for i, s in enumerate(plan.stages) if s.peer == self._node.peer_id)
+        index = plan.index_of(self._node.peer_id)
+        assert index is not None, "a plan without a place here is not taken"
+        self._kept = True
         if index == 0:
             epoch: StageEpoch = HeadEpoch(
                 plan,
@@ -429,10 +465,7 @@ class StagePeer:
         if state is None or state.plan.id != plan.id or state.plan.widths != plan.widths:
             state = HeadState(plan)
         elif state.plan.epoch != plan.epoch:
-            before = {(s.peer, s.first, s.end) for s in state.plan.stages}
-            fresh = set(plan.fresh)
-            kept = [(s.peer, s.first, s.end) in before and s.peer not in fresh for s in plan.stages]
-            state.adopt(plan, kept, trio.current_time())
+            state.adopt(plan, plan.kept_from(state.plan), trio.current_time())
         self._head_state = state
         return state
 
@@ -445,7 +478,7 @@ class StagePeer:
         if self._epoch is epoch:
             self._epoch = None
         if self._plan is epoch.plan and self._state == "serving":
-            self._kept = self._loaded is not None
+            self._kept = self._kept and self._loaded is not None
             self._set("broken", self._reason or "the epoch was stopped")
             self._urgent()
 

@@ -26,6 +26,8 @@ class Offer(msgspec.Struct, frozen=True):
         threads: of computation.
         addresses: multiaddresses at which other peers reach this one.
         read_bytes_per_second: measured rate at which the engine goes through quantised weights; 0 if unknown.
+        on_disk: slices (first, end) whose chunks are in the store.
+        loaded: slice (first, end) that the engine holds.
     """
 
     memory: int
@@ -36,6 +38,8 @@ class Offer(msgspec.Struct, frozen=True):
     threads: int = 0
     addresses: tuple[str, ...] = ()
     read_bytes_per_second: float = 0.0
+    on_disk: tuple[tuple[int, int], ...] = ()
+    loaded: tuple[int, int] | None = None
 
 
 class Transfer(msgspec.Struct, frozen=True):
@@ -79,6 +83,7 @@ class Report(msgspec.Struct, frozen=True):
         lost: peer id of the neighbour that was lost, or empty.
         kept: whether the KV cache of the slice is still there.
         leaving: the owner wants the machine back; the place should be given to somebody else.
+        standby: slice (first, end) that the peer gets or keeps ready as a standby, and whether it loads it.
         wait: seconds to hold the request when there is no news.
     """
 
@@ -92,6 +97,8 @@ class Report(msgspec.Struct, frozen=True):
     lost: str = ""
     kept: bool = False
     leaving: bool = False
+    standby: tuple[int, int] | None = None
+    preload: bool = False
     transfer: Transfer | None = None
     figures: StageFigures | None = None
     wait: float = 0.0
@@ -114,7 +121,8 @@ class Orders(msgspec.Struct, frozen=True):
         plan: the signed plan (its encoding in base64), whenever its epoch is not the one that the peer named.
         go: all stages of this epoch are loaded: open the links and serve.
         model: manifest id.
-        slice: (first, end) to hold as standby.
+        slice: (first, end) to hold as standby; ``plan`` is then the present plan, for its widths.
+        preload: load the slice too, do not just keep it on disk.
         sources: where to fetch chunks, best first.
     """
 
@@ -125,4 +133,5 @@ class Orders(msgspec.Struct, frozen=True):
     go: bool = False
     model: str = ""
     slice: tuple[int, int] | None = None
+    preload: bool = False
     sources: tuple[Source, ...] = ()

@@ -1,0 +1,488 @@
+"""The bridge's hand on one model's ring: polls and links go in, signed plans and *go* come out.
+
+A thin shell around :mod:`kvasir_peer.ring.stage_market`, which decides who gets which layers and what follows when
+something breaks; here its decisions are carried out.
+"""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import logging
+import secrets
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import trio
+
+from kvasir_peer.agent.loop_lag import LoopLag
+from kvasir_peer.errors import LinkError, RefusedError, WireError
+from kvasir_peer.progress import Progress
+from kvasir_peer.ring import stage_market as market
+from kvasir_peer.ring.offers import ModelNeeds, StageOffer, Wishes
+from kvasir_peer.ring.plan import Plan, PlanStage, sign_plan
+from kvasir_peer.ring.requests import RingRequests
+from kvasir_peer.ring.volunteering import Orders, Report, Source
+from kvasir_peer.serving.widths import Widths
+from kvasir_peer.wire import ring
+
+if TYPE_CHECKING:
+    from kvasir_peer.engines.architectures import ModelShape
+    from kvasir_peer.models.manifest import Manifest
+    from kvasir_peer.net.link import Link
+    from kvasir_peer.net.node import Node, PeerEvent
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.25  # between two looks of the market at what time alone changes
+OPEN_SECONDS = 40.0  # to open the requests link, and for both tokens links to come
+RETRY_SECONDS = 0.2  # between two tries to reach the head
+HELLO_SECONDS = 10.0  # for the first frame of a link
+IN_FLIGHT_PER_STAGE = 3  # batches, where nothing is set: one computed, one waiting, one on the way
+MAX_AUTOMATIC_IN_FLIGHT = 64
+KEPT_RESULTS = 512  # batches whose trace is kept for the timeline
+KV_VALUE_BYTES = 4  # float32, what the engines keep on the CPU
+
+
+@dataclass(frozen=True)
+class RingSettings:
+    """What the bridge's owner decides; widths as in :class:`~kvasir_peer.serving.widths.Widths`, 0 for automatic."""
+
+    stages: int
+    secret: bytes
+    dtype: str
+    batch_rows: int
+    micro_batch_rows: int
+    max_in_flight: int
+    max_requests: int
+    context_length: int
+    top_logprobs: int
+    engine: str = "auto"
+
+    def widths(self) -> Widths:
+        """The declared widths of the ring."""
+        automatic = min(MAX_AUTOMATIC_IN_FLIGHT, IN_FLIGHT_PER_STAGE * max(2, self.stages))
+        return Widths(
+            max(self.batch_rows, self.micro_batch_rows),
+            self.micro_batch_rows,
+            self.max_in_flight or automatic,
+            self.max_requests,
+            self.context_length,
+            self.top_logprobs,
+        )
+
+
+def needs_of(manifest: Manifest, shape: ModelShape) -> ModelNeeds:
+    """The sizes that planning goes by."""
+    root = manifest.root
+    head = root.page("head").n_bytes
+    return ModelNeeds(
+        model=manifest.id,
+        n_embd=shape.n_embd,
+        vocab=shape.n_vocab,
+        layer_bytes=tuple(root.page(f"blk.{layer}").n_bytes for layer in range(root.n_layer)),
+        head_bytes=head,
+        tail_bytes=root.page("tail").n_bytes + (head if root.tied else 0),
+        kv_bytes=KV_VALUE_BYTES * max(sum(layer.attention.cache_widths) for layer in shape.layers),
+    )
+
+
+class RingManager:
+    """One ring at its bridge.
+
+    Args:
+        node: the bridge's.
+        manifest, shape: of the model.
+        settings: the owner's.
+        sign: with the bridge's key.
+        report: told what happens.
+        lag: the bridge's own loop, shown in the status.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        manifest: Manifest,
+        shape: ModelShape,
+        settings: RingSettings,
+        *,
+        sign: Callable[[bytes], bytes],
+        report: Callable[[Progress], None],
+        lag: LoopLag,
+    ) -> None:
+        self.settings = settings
+        self.requests = RingRequests()
+        self._node = node
+        self._sign = sign
+        self._tell = report
+        self._lag = lag
+        self._market = market.MarketState(
+            needs=needs_of(manifest, shape),
+            wishes=Wishes(settings.widths(), stages=settings.stages, dtype=settings.dtype),
+            bridge=node.peer_id,
+            plan_id=secrets.token_hex(8),
+            bridge_addresses=tuple(node.addresses()),
+        )
+        self._reports: dict[str, Report] = {}
+        self._polls: dict[str, trio.Event] = {}
+        self._plan: Plan | None = None
+        self._signed = b""
+        self._going = False
+        self._token_links: dict[str, Link] = {}
+        self._links_changed = trio.Event()
+        self._refused = 0
+        self.results: deque[tuple[float, ring.Result]] = deque(maxlen=KEPT_RESULTS)
+        self._nursery: trio.Nursery | None = None
+        node.on_peer(self._peer_event)
+
+    # -- events into the market, decisions out of it --------------------------------------------------------
+
+    def _apply(self, event: market.Event) -> None:
+        self._market, decisions = market.apply(self._market, event, trio.current_time())
+        for decision in decisions:
+            self._carry_out(decision)
+
+    def _carry_out(self, decision: market.Decision) -> None:
+        match decision:
+            case market.Adopt(plan, _, _, why):
+                self._plan, self._going = plan, False
+                self._signed = sign_plan(plan, self._sign)
+                self._tell(Progress("plan", f"epoch {plan.epoch} ({why}): {describe(plan)}"))
+                for stage in plan.stages:
+                    self._wake(stage.peer)
+            case market.Go(plan):
+                self._going = True
+                assert self._nursery is not None
+                self._nursery.start_soon(self._connect, plan)
+            case market.Halt(_, why):
+                self._tell(Progress("problem", f"the ring stands still: {why}"))
+                self._halt(why)
+            case market.Wake(peer):
+                self._wake(peer)
+            case market.GiveUp(why):
+                self.requests.give_up(why)
+            case market.Note(text):
+                self._tell(Progress("plan", text))
+
+    def _wake(self, peer: str) -> None:
+        held = self._polls.pop(peer, None)
+        if held is not None:
+            held.set()
+
+    def _halt(self, why: str) -> None:
+        self._going = False
+        self.requests.detach(f"the ring is being mended: {why}")
+        links, self._token_links = list(self._token_links.values()), {}
+        for link in links:
+            link.close()
+        self._links_change()
+
+    def _links_change(self) -> None:
+        self._links_changed.set()
+        self._links_changed = trio.Event()
+
+    def _peer_event(self, event: PeerEvent) -> None:
+        if event.peer in self._reports and self._nursery is not None:
+            gone = event.state == "gone"
+            self._apply(market.Disconnected(event.peer) if gone else market.Connected(event.peer))
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            while True:
+                addresses = tuple(self._node.addresses())
+                if addresses != self._market.bridge_addresses:
+                    self._apply(market.AddressesChanged(addresses))
+                self._apply(market.Tick())
+                await trio.sleep(TICK_SECONDS)
+
+    # -- what peers say -------------------------------------------------------------------------------------
+
+    def admitted(self, peer: str) -> bool:
+        """Whether the peer has shown a good ticket."""
+        return peer in self._reports
+
+    async def poll(self, peer: str, report: Report) -> Orders:
+        """Take a stage's report, and answer when there is news for it or its wait is over.
+
+        Raises:
+            RefusedError: it shows no good ticket.
+        """
+        self._admit(peer, report)
+        self._reports[peer] = report
+        self._apply(_reported(peer, report))
+        orders = self._news(peer, report)
+        if orders is None and report.wait > 0:
+            self._wake(peer)  # an older poll of the same peer has nothing to wait for any more
+            held = self._polls[peer] = trio.Event()
+            with trio.move_on_after(report.wait):
+                await held.wait()
+            if self._polls.get(peer) is held:
+                del self._polls[peer]
+            orders = self._news(peer, report)
+        return orders or self._standing(peer, report)
+
+    def _admit(self, peer: str, report: Report) -> None:
+        if peer in self._reports:
+            return
+        try:
+            secret = bytes.fromhex(report.secret)
+        except ValueError:
+            secret = b""
+        if not hmac.compare_digest(secret, self.settings.secret):
+            self._refused += 1
+            raise RefusedError(
+                "this ticket is not good here: ask whoever runs the bridge for a new one", peer=peer
+            )
+        if len(self._reports) >= 4 * market.MAX_MEMBERS:
+            self._refused += 1
+            raise RefusedError("too many peers have volunteered here", peer=peer)
+
+    def _news(self, peer: str, report: Report) -> Orders | None:
+        """What the peer does not know or do yet, or None."""
+        order = market.order_for(self._market, peer)
+        plan = order.plan
+        if order.kind == "stage" and plan is not None:
+            if (report.plan, report.epoch) != (plan.id, plan.epoch):
+                return self._with_plan("stage", order, plan)
+            if order.go and not report.running and report.state == "loaded":
+                return Orders("stage", order.why, epoch=plan.epoch, go=True, model=plan.model)
+            return None
+        if order.kind == "standby" and self._plan is not None:
+            if (report.standby, report.preload) != (order.slice, order.preload):
+                return self._with_plan("standby", order, self._plan)
+            return None
+        if order.kind == "retire" or (order.kind == "wait" and report.epoch):
+            return Orders(order.kind, order.why)
+        return None
+
+    def _with_plan(self, assigned: str, order: market.Order, plan: Plan) -> Orders:
+        signed = base64.b64encode(self._signed).decode()
+        return Orders(
+            "stage" if assigned == "stage" else "standby",
+            order.why,
+            plan=signed,
+            epoch=plan.epoch,
+            model=plan.model,
+            slice=order.slice,
+            preload=order.preload,
+            sources=self._sources(plan),
+        )
+
+    def _sources(self, plan: Plan) -> tuple[Source, ...]:
+        return (Source(self._node.peer_id, tuple(self._node.addresses())),)
+
+    def _standing(self, peer: str, report: Report) -> Orders:
+        """The answer when nothing is new: the peer goes on with what it does."""
+        order = market.order_for(self._market, peer)
+        return Orders(order.kind, order.why or self._market.missing, epoch=report.epoch)
+
+    # -- the ring's links -----------------------------------------------------------------------------------
+
+    def _current(self, plan: Plan) -> bool:
+        return self._going and self._plan is plan
+
+    async def _connect(self, plan: Plan) -> None:
+        """Open the requests link to the head, wait for the tokens links, and submit; then watch the head's link."""
+        head = plan.stages[0].peer
+        try:
+            link = await self._open_requests(plan, head)
+            with trio.fail_after(OPEN_SECONDS):
+                while len(self._token_links) < 2 and self._current(plan):
+                    await self._links_changed.wait()
+            if not self._current(plan):
+                link.close()
+                return
+            await self.requests.attach(plan, link)
+            self._apply(market.RingServes(plan.epoch))
+            self._tell(Progress("ready", f"the ring serves, epoch {plan.epoch}"))
+            await self._watch(plan, link)
+        except trio.TooSlowError:
+            self._broke(plan, f"head and tail did not open their links within {OPEN_SECONDS:.0f} s")
+        except (LinkError, WireError) as error:
+            self._broke(plan, f"the link to the head: {error}", head)
+
+    async def _watch(self, plan: Plan, link: Link) -> None:
+        codec = ring.codec(plan.limits())
+        while True:
+            message, _ = codec.decode(await link.receive())
+            if isinstance(message, ring.Refusal):
+                raise WireError(message.code, message.reason, peer=link.remote_peer)
+
+    async def _open_requests(self, plan: Plan, head: str) -> Link:
+        reason = "no answer"
+        with trio.move_on_after(OPEN_SECONDS):
+            while self._current(plan):
+                try:
+                    link = await self._node.open_link(
+                        head, ring.PROTOCOL, max_frame=ring.MAX_OPENING_FRAME, addresses=plan.addresses(head)
+                    )
+                    await link.send(ring.OPENING.encode(ring.Hello("requests", plan.id, plan.epoch)))
+                    answer, _ = ring.OPENING.decode(await link.receive())
+                    if isinstance(answer, ring.Welcome):
+                        link.max_frame = ring.max_request_frame(plan.limits())
+                        return link
+                    reason = getattr(answer, "reason", "no welcome")
+                    link.close()
+                except (LinkError, WireError) as error:
+                    reason = str(error)
+                await trio.sleep(RETRY_SECONDS)
+        raise LinkError(reason, peer=head)
+
+    async def take_link(self, link: Link) -> None:
+        """The tail or the head opens its tokens link."""
+        with trio.move_on_after(HELLO_SECONDS) as scope:
+            hello, _ = ring.OPENING.decode(await link.receive())
+        if scope.cancelled_caught or not isinstance(hello, ring.Hello) or hello.purpose != "tokens":
+            raise WireError("unexpected", "a bridge takes tokens links", peer=link.remote_peer)
+        plan = self._plan
+        if plan is None or not self._current(plan) or (hello.plan, hello.epoch) != (plan.id, plan.epoch):
+            await self._refuse(link, "epoch", f"epoch {hello.epoch} is not the present one")
+            return
+        if link.remote_peer not in (plan.stages[0].peer, plan.stages[-1].peer):
+            await self._refuse(link, "stranger", "only head and tail of the ring send tokens here")
+            raise WireError("stranger", f"{link.remote_peer} is neither head nor tail", peer=link.remote_peer)
+        link.max_frame = ring.max_result_frame(plan.limits())
+        await link.send(ring.OPENING.encode(ring.Welcome(plan.epoch)))
+        self._token_links[link.remote_peer] = link
+        self._links_change()
+        try:
+            await self._take_news(plan, link)
+        except (LinkError, WireError) as error:
+            self._broke(plan, f"the tokens link of {link.remote_peer}: {error}", link.remote_peer)
+
+    async def _refuse(self, link: Link, code: str, reason: str) -> None:
+        await link.send(ring.OPENING.encode(ring.Refusal(code, reason)))
+
+    async def _take_news(self, plan: Plan, link: Link) -> None:
+        codec = ring.codec(plan.limits())
+        is_tail = link.remote_peer == plan.stages[-1].peer
+        while True:
+            message, _ = codec.decode(await link.receive())
+            if not self._current(plan):
+                return
+            if isinstance(message, ring.Ping):
+                await link.send(codec.encode(ring.Pong(message.nonce)))
+            elif is_tail and isinstance(message, ring.Result):
+                self.requests.result(message)
+                self.results.append((trio.current_time(), message))
+            elif not is_tail and isinstance(message, ring.Composed):
+                self.requests.composed(message)
+            elif not is_tail and isinstance(message, ring.Ended):
+                self.requests.ended(message)
+            else:
+                raise WireError("unexpected", f"{type(message).__name__} from {link.remote_peer}")
+
+    def _broke(self, plan: Plan, why: str, peer: str = "") -> None:
+        if self._current(plan):
+            self._apply(market.RingBroke(plan.epoch, why, peer))
+
+    # -- what people ask ------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        """``gathering`` peers, ``loading``, ``starting``, ``serving`` or ``mending``."""
+        phase = self._market.phase
+        return "loading" if phase == "preparing" else phase
+
+    def missing(self) -> str:
+        """What stands between a client and an answer; empty when nothing does."""
+        if self.requests.attached:
+            return ""
+        plan, text = self._plan, self._market.missing
+        if self._market.phase == "preparing" and plan is not None:
+            for stage in plan.stages:
+                report = self._reports.get(stage.peer)
+                if report is not None and report.transfer is not None and report.transfer.total:
+                    return f"{text}, {100 * report.transfer.done // report.transfer.total} % of one slice is there"
+        return text or "no ring has been planned yet"
+
+    def status(self) -> Mapping[str, Any]:
+        """Plan, state and figures, for ``GET /api/ring/{model}``."""
+        plan, forecast = self._plan, self._market.forecast
+        lag = self._lag.statistics()
+        return {
+            "state": self.state,
+            "missing": self.missing(),
+            "epoch": plan.epoch if plan else 0,
+            "plan": plan.id if plan else "",
+            "widths": msgspec.structs.asdict(plan.widths) if plan else None,
+            "dtype": self.settings.dtype,
+            "wanted_stages": self.settings.stages,
+            "forecast": msgspec.to_builtins(forecast) if forecast else None,
+            "refused_peers": self._refused,
+            "requests": msgspec.to_builtins(self.requests.statistics()),
+            "bridge": {"peer": self._node.peer_id, "lag_p99_ms": lag.p99_ms},
+            "stages": [self._stage_status(index, stage) for index, stage in enumerate(plan.stages)]
+            if plan
+            else [],
+            "others": [
+                self._other_status(peer) for peer in self._market.members if not self._has_place(peer)
+            ],
+        }
+
+    def _has_place(self, peer: str) -> bool:
+        return self._plan is not None and self._plan.index_of(peer) is not None
+
+    def _stage_status(self, index: int, stage: PlanStage) -> Mapping[str, Any]:
+        report = self._reports.get(stage.peer) if stage.peer in self._market.members else None
+        return {
+            "stage": index,
+            "peer": stage.peer,
+            "first": stage.first,
+            "end": stage.end,
+            "state": report.state if report else "gone",
+            "why": market.order_for(self._market, stage.peer).why,
+            "reason": report.reason if report else "",
+            "engine": report.offer.engine if report else "",
+            "transfer": msgspec.to_builtins(report.transfer) if report and report.transfer else None,
+            "figures": msgspec.to_builtins(report.figures) if report and report.figures else None,
+        }
+
+    def _other_status(self, peer: str) -> Mapping[str, Any]:
+        order = market.order_for(self._market, peer)
+        report = self._reports[peer]
+        return {
+            "peer": peer,
+            "role": order.kind,
+            "slice": order.slice,
+            "state": report.state,
+            "why": order.why,
+        }
+
+
+def _reported(peer: str, report: Report) -> market.Reported:
+    """A poll as the market takes it."""
+    offer = report.offer
+    return market.Reported(
+        peer,
+        StageOffer(
+            peer,
+            offer.memory,
+            offer.disk,
+            engine=offer.engine,
+            read_rate=offer.read_bytes_per_second,
+            addresses=offer.addresses,
+            on_disk=frozenset(offer.on_disk),
+            loaded=offer.loaded,
+        ),
+        report.state,
+        report.plan,
+        report.epoch,
+        report.running,
+        report.reason,
+        report.lost,
+        report.kept,
+        report.leaving,
+        report.transfer.done if report.transfer else 0,
+        report.wait,
+    )
+
+
+def describe(plan: Plan) -> str:
+    """A plan in one line."""
+    return ", ".join(f"{stage.peer[-6:]} layers {stage.first}-{stage.end - 1}" for stage in plan.stages)

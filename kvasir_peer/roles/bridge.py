@@ -1,0 +1,236 @@
+"""The bridge role: opens the model, plans and mends the ring, answers OpenAI clients."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import trio
+from starlette.applications import Starlette
+
+from kvasir_peer import identity
+from kvasir_peer.agent.chunk_transfer import serve_chunks
+from kvasir_peer.agent.loop_lag import LoopLag
+from kvasir_peer.api import openai
+from kvasir_peer.api.swarm import swarm_routes
+from kvasir_peer.errors import SettingsError
+from kvasir_peer.net.node import Node
+from kvasir_peer.progress import Progress, Report
+from kvasir_peer.ring.manager import RingManager, RingSettings
+from kvasir_peer.ring.volunteering import Orders
+from kvasir_peer.ring.volunteering import Report as StageReport
+from kvasir_peer.roles.served_model import BridgeModel, open_model
+from kvasir_peer.settings import BridgeReady, BridgeSettings
+from kvasir_peer.ticket import Ticket
+from kvasir_peer.wire import chunks, ring
+
+logger = logging.getLogger(__name__)
+
+RELAY_SECONDS = 30.0  # for the first reservation; without one no stage can come
+DRAIN_SECONDS = 3.0  # for open answers when the bridge is told to end
+
+
+class Bridge:
+    """One bridge: what its routes and its OpenAI API ask for."""
+
+    def __init__(self, model: BridgeModel, manager: RingManager) -> None:
+        self.model = model
+        self.manager = manager
+        self._started = int(time.time())
+
+    # -- swarm routes ---------------------------------------------------------------------------------------
+
+    async def stage_poll(self, peer: str, report: StageReport) -> Orders:
+        """See :class:`~kvasir_peer.api.swarm.SwarmService`."""
+        return await self.manager.poll(peer, report)
+
+    def admitted(self, peer: str) -> bool:
+        """See :class:`~kvasir_peer.api.swarm.SwarmService`."""
+        return self.manager.admitted(peer)
+
+    def manifest_bytes(self, model: str, page: str | None) -> bytes:
+        """See :class:`~kvasir_peer.api.swarm.SwarmService`."""
+        manifest = self.model.manifest
+        if model != manifest.id:
+            raise KeyError(model)
+        return manifest.root.encode() if page is None else manifest.pages[page].encode()
+
+    def ring_status(self, model: str) -> Mapping[str, Any]:
+        """See :class:`~kvasir_peer.api.swarm.SwarmService`."""
+        if model not in (self.model.name, self.model.manifest.id):
+            raise KeyError(model)
+        return {"model": self.model.name, "manifest": self.model.manifest.id, **self.manager.status()}
+
+    def models_status(self) -> list[Mapping[str, Any]]:
+        """See :class:`~kvasir_peer.api.swarm.SwarmService`."""
+        return [{"model": self.model.name, "manifest": self.model.manifest.id, "state": self.manager.state}]
+
+    # -- OpenAI ---------------------------------------------------------------------------------------------
+
+    def models(self) -> list[openai.ServedModel]:
+        """See :class:`~kvasir_peer.api.openai.CompletionService`."""
+        return [
+            openai.ServedModel(
+                id=self.model.name,
+                tokenizer=self.model.tokenizer,
+                chat_template=self.model.chat_template,
+                context_length=self.manager.settings.context_length,
+                created=self._started,
+                ready=self.manager.requests.attached,
+                missing=self.manager.missing(),
+            )
+        ]
+
+    @contextlib.asynccontextmanager
+    async def generate(
+        self, request: openai.GenerationRequest
+    ) -> AsyncIterator[AsyncIterator[openai.TokenEvent]]:
+        """See :class:`~kvasir_peer.api.openai.CompletionService`."""
+        async with self.manager.requests.generate(
+            request.prompt,
+            request.max_tokens,
+            request.sampling,
+            request.stop_tokens,
+            priority=request.priority,
+            deadline=math.inf if request.deadline is None else request.deadline,
+        ) as tokens:
+            yield _events(tokens)
+
+
+async def _events(tokens: AsyncIterator[Any]) -> AsyncIterator[openai.TokenEvent]:
+    async for token in tokens:
+        yield openai.TokenEvent(token.token, token.logprob, token.top, token.final, token.remark)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket.
+
+    Raises:
+        SettingsError: the port is in use, or the address is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise SettingsError(
+            f"can't listen on {host}:{port}: {error.strerror}; take another with --port, or --port 0 for a free one"
+        ) from None
+    listener.setblocking(False)
+    return listener
+
+
+async def serve_http(app: Any, listener: socket.socket, stop: Callable[[], Any]) -> None:
+    """Serve an ASGI application with hypercorn until ``stop`` returns."""
+    import hypercorn.config
+    import hypercorn.trio
+
+    config = hypercorn.config.Config()
+    # hypercorn closes what it is given; the caller's socket stays the caller's.
+    config.bind = [f"fd://{os.dup(listener.fileno())}"]
+    config.graceful_timeout = DRAIN_SECONDS
+    config.keep_alive_timeout = 75.0
+    config.accesslog = None
+    config.errorlog = logging.getLogger("kvasir_peer.http")
+    await hypercorn.trio.serve(app, config, shutdown_trigger=stop, mode="asgi")
+
+
+@dataclass(frozen=True)
+class _Invitation:
+    ticket: Ticket
+    text: str
+
+
+def _invite(settings: BridgeSettings, peer: str) -> _Invitation:
+    """The swarm's ticket; its secret is made once and kept, so that old tickets work after a restart."""
+    file = settings.home / "swarm.secret"
+    try:
+        secret = bytes.fromhex(file.read_text().strip())
+    except FileNotFoundError:
+        secret = secrets.token_bytes(16)
+        file.touch(mode=0o600)
+        file.write_text(secret.hex())
+    except ValueError:
+        raise SettingsError(
+            f"{file} does not hold 32 hexadecimal digits: remove it, and tickets begin anew"
+        ) from None
+    ticket = Ticket(
+        settings.relays,
+        peer,
+        settings.swarm,
+        frozenset(settings.ticket_roles),
+        int(time.time() + settings.ticket_lifetime),
+        secret,
+    )
+    return _Invitation(ticket, ticket.encode())
+
+
+async def run_bridge(
+    settings: BridgeSettings, *, ready: Callable[[BridgeReady], None], report: Report
+) -> None:
+    """Serve until cancelled.
+
+    Args:
+        ready: told once, when stages can join and the HTTP server answers.
+        report: told what happens.
+
+    Raises:
+        ModelFileError, SettingsError: said before anything is started.
+        LinkError: no relay could be reached.
+    """
+    with contextlib.closing(listen(settings.host, settings.port)) as listener:
+        me = identity.load_or_create(settings.identity_path)
+        report(Progress("start", me.peer_id))
+        model = await open_model(settings.model, settings.name, settings.home / "manifests", report)
+        invitation = _invite(settings, me.peer_id)
+        async with Node.open(me.private_key, relays=settings.relays, direct=settings.direct) as node:
+            await node.relays_ready(RELAY_SECONDS)
+            report(Progress("relay", "reachable through a relay"))
+            ring_settings = RingSettings(
+                stages=settings.stages,
+                secret=invitation.ticket.secret,
+                dtype=settings.boundary,
+                batch_rows=settings.batch_rows,
+                micro_batch_rows=settings.micro_batch_rows,
+                max_in_flight=settings.max_in_flight,
+                max_requests=settings.max_requests,
+                context_length=model.context_length(settings.context_length),
+                top_logprobs=settings.top_logprobs,
+                engine=settings.engine,
+            )
+            lag = LoopLag()
+            manager = RingManager(
+                node, model.manifest, model.shape, ring_settings, sign=me.sign, report=report, lag=lag
+            )
+            bridge = Bridge(model, manager)
+            node.serve_http(Starlette(routes=swarm_routes(bridge)))
+            node.handle(ring.PROTOCOL, ring.MAX_OPENING_FRAME, manager.take_link)
+            node.handle(
+                chunks.PROTOCOL,
+                chunks.MAX_WANT_FRAME,
+                lambda link: serve_chunks(link, lambda: [model.chunks]),
+                accept=manager.admitted,
+            )
+            port = listener.getsockname()[1]
+            host = f"[{settings.host}]" if ":" in settings.host else settings.host
+            app = openai.create_app(
+                bridge, keys=settings.api_keys, routes=swarm_routes(bridge), host=settings.host
+            )
+            async with trio.open_nursery() as nursery:
+                stop = trio.Event()
+                nursery.start_soon(lag.run)
+                nursery.start_soon(manager.run)
+                nursery.start_soon(serve_http, app, listener, stop.wait)
+                ready(BridgeReady(invitation.text, f"http://{host}:{port}/v1", model.name, me.peer_id))
+                await trio.sleep_forever()
