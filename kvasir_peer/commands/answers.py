@@ -42,7 +42,7 @@ Event = Text | Remark | Usage | End
 
 
 def read_line(line: str) -> list[Event]:
-    """What one line of a chat completion's event stream says; [] for lines that say nothing.
+    """What one line of a completion's event stream says, chat or not; [] for lines that say nothing.
 
     Raises:
         KvasirError: the stream carries an error object, or is no event stream.
@@ -62,7 +62,7 @@ def read_line(line: str) -> list[Event]:
             raise KvasirError(str(chunk["error"].get("message", chunk["error"])))
         events: list[Event] = []
         for choice in chunk.get("choices", []):
-            content = choice.get("delta", {}).get("content")
+            content = choice.get("delta", {}).get("content") or choice.get("text")
             if content:
                 events.append(Text(str(content)))
             if choice.get("finish_reason"):
@@ -71,7 +71,7 @@ def read_line(line: str) -> list[Event]:
         if usage:
             events.append(Usage(int(usage["prompt_tokens"]), int(usage["completion_tokens"])))
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise LinkError(f"the server sent something that is no chat completion: {data[:80]!r}") from None
+        raise LinkError(f"the server sent something that is no completion: {data[:80]!r}") from None
     return events
 
 

@@ -73,7 +73,7 @@ class Conversation:
             except (NotReadyError, BusyError) as error:
                 if time.monotonic() + error.retry_after > give_up:
                     raise
-                print(f"[{error}; asking again in {error.retry_after:.0f} s]", file=sys.stderr, flush=True)
+                print(f"[{error}; asking again in {error.retry_after:g} s]", file=sys.stderr, flush=True)
                 time.sleep(error.retry_after)
             else:
                 return

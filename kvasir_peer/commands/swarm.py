@@ -20,7 +20,7 @@ from cyclopts import Parameter
 
 from kvasir_peer.commands import answers
 from kvasir_peer.commands.common import INTERRUPTED, Reporter, run_until_stopped, start_logging, with_settings
-from kvasir_peer.errors import BusyError, LinkError, NotReadyError, SettingsError
+from kvasir_peer.errors import BusyError, LinkError, NotReadyError, SettingsError, UsageError
 from kvasir_peer.progress import Progress
 from kvasir_peer.settings import SwarmSettings
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from kvasir_peer.commands.processes import Child, Children
 
-QUESTION = "Why is the sky blue? Answer in two sentences."
+QUESTION = "Why is the sky blue? Answer in one short sentence."
 READY_SECONDS = 120.0  # from the last stage's word that it serves until the bridge takes a request
 SILENCE_SECONDS = 120.0  # between two lines of an answer
 REPORT_SECONDS = 12.0  # until stages have reported the last rows: one poll, and some
@@ -53,7 +53,7 @@ def run_swarm(
     prompt: Annotated[
         str | None, Parameter(help="Question to ask; without --serve a short one if not given.")
     ] = None,
-    max_tokens: Annotated[int, Parameter(help="Longest answer, in tokens.")] = 96,
+    max_tokens: Annotated[int, Parameter(help="Longest answer, in tokens.")] = 160,
     given_home: Path | None = None,
 ) -> int:
     """Run a whole swarm on this machine: a relay, a bridge and stage peers that meet only through the relay.
@@ -129,6 +129,9 @@ class Swarm:
         self._ticket = ""
         self._base_url = ""
         self._serving: set[str] = set()
+        self._chats = True
+        self._ending = False
+        self._rows = 0  # that each stage has computed for the questions so far
         self._reporters: dict[str, Reporter] = {}
 
     async def run(self, *, prompt: str | None, serve: bool, max_tokens: int) -> None:
@@ -149,6 +152,7 @@ class Swarm:
                 if serve:
                     await trio.sleep_forever()
             finally:
+                self._ending = True
                 await children.end()
 
     # --- Starting ---
@@ -170,7 +174,9 @@ class Swarm:
         )
         ticket = await children.wait_for(lambda: self._ticket or None, "the bridge")
         await children.wait_for(lambda: self._base_url or None, "the bridge")
-        names = [f"stage {number + 1}" for number in range(settings.stages)]
+        names = [
+            f"peer {number + 1}" for number in range(settings.stages)
+        ]  # which stage it gets, the plan says
         for name in names:
             stage_home = self._home / name.replace(" ", "-")
             # The ticket has a secret, which a command line would show to everybody on the machine.
@@ -217,6 +223,8 @@ class Swarm:
 
     def _hear(self, child: Child, line: str) -> None:
         """One line of a child's standard output."""
+        if self._ending:
+            return  # that links break when their peers end is no news
         if child.name == "relay":
             if line.startswith("/") and not self._relay_address:
                 self._relay_address = line
@@ -245,12 +253,10 @@ class Swarm:
             if serve:
                 print(self._base_url, flush=True)
             if prompt is not None:
-                before = await self._stage_times(client, model)
                 print(f"\n> {prompt}\n", flush=True)
                 measured = await self._ask(client, model, prompt, max_tokens)
                 print(f"\n\n{measured.line()}", flush=True)
-                rows = measured.prompt_tokens + measured.completion_tokens - 1
-                print(stage_table(before, await self._stage_times(client, model, before, rows)), flush=True)
+                print(stage_table(await self._stage_figures(client, model, self._rows)), flush=True)
 
     async def _ready(self, client: httpx.AsyncClient) -> str:
         """The model's name, as soon as a request for one token has been answered."""
@@ -264,6 +270,10 @@ class Swarm:
         while True:
             try:
                 await self._ask(client, model, "Hello", 1, show=False)
+            except UsageError:
+                if not self._chats:
+                    raise
+                self._chats = False  # a model without a chat template: it goes on with a text
             except (NotReadyError, BusyError) as error:
                 if time.monotonic() > give_up:
                     raise
@@ -277,9 +287,10 @@ class Swarm:
     ) -> Measured:
         import httpx
 
+        route = "chat/completions" if self._chats else "completions"
         body = {
             "model": model,
-            "messages": [{"role": "user", "content": prompt}],
+            **({"messages": [{"role": "user", "content": prompt}]} if self._chats else {"prompt": prompt}),
             "max_tokens": max_tokens,
             "temperature": 0,
             "stream": True,
@@ -288,7 +299,7 @@ class Swarm:
         measured = Measured()
         began = time.monotonic()
         try:
-            async with client.stream("POST", "chat/completions", json=body) as got:
+            async with client.stream("POST", route, json=body) as got:
                 if got.status_code != 200:
                     raise answers.refusal(got.status_code, got.headers, await got.aread())
                 async for line in got.aiter_lines():
@@ -305,18 +316,15 @@ class Swarm:
                             self._tell("bridge", event.text)
         except httpx.HTTPError as error:
             raise LinkError(f"the connection to the bridge broke: {error or type(error).__name__}") from None
+        self._rows += measured.prompt_tokens + measured.completion_tokens - 1
         return measured
 
-    async def _stage_times(
-        self,
-        client: httpx.AsyncClient,
-        model: str,
-        before: Sequence[Mapping[str, Any]] | None = None,
-        rows: int = 0,
+    async def _stage_figures(
+        self, client: httpx.AsyncClient, model: str, rows: int
     ) -> list[Mapping[str, Any]]:
-        """Each stage's entry of ``/api/ring/{model}``, when all have reported ``rows`` more than before.
+        """Each stage's entry of ``/api/ring/{model}``, when all have reported ``rows`` rows.
 
-        Stages report with their polls, so the last rows show some seconds later.
+        Stages report with their polls, so the last rows may show some seconds later.
         """
         import trio
 
@@ -326,10 +334,7 @@ class Swarm:
             if got.status_code != 200:
                 raise answers.refusal(got.status_code, got.headers, got.content)
             stages: list[Mapping[str, Any]] = list(got.json()["stages"])
-            if before is None or time.monotonic() > give_up:
-                return stages
-            pairs = zip(before, stages, strict=True)
-            if all(_figure(late, "rows") - _figure(early, "rows") >= rows for early, late in pairs):
+            if time.monotonic() > give_up or all(_figure(stage, "rows") >= rows for stage in stages):
                 return stages
             await trio.sleep(0.25)
 
@@ -338,17 +343,13 @@ def _figure(stage: Mapping[str, Any], name: str) -> float:
     return float((stage.get("figures") or {}).get(name, 0.0))
 
 
-def stage_table(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> str:
-    """How each stage spent its time between two readings of ``/api/ring/{model}``."""
+def stage_table(stages: Sequence[Mapping[str, Any]]) -> str:
+    """How each stage has spent its time, from the entries of ``/api/ring/{model}``."""
     lines = [f"{'stage':<7} {'layers':<9} {'rows':>6} {'held':>9} {'starved':>9} {'blocked':>9}  sends"]
-    for number, (early, late) in enumerate(zip(before, after, strict=True), start=1):
-        rows = int(_figure(late, "rows") - _figure(early, "rows"))
-        spent = [
-            (_figure(late, name) - _figure(early, name)) / 1000
-            for name in ("held_ms", "starved_ms", "blocked_ms")
-        ]
-        layers = f"{late['first']}-{late['end'] - 1}"
+    for number, stage in enumerate(stages, start=1):
+        layers = f"{stage['first']}-{stage['end'] - 1}"
+        spent = [_figure(stage, name) / 1000 for name in ("held_ms", "starved_ms", "blocked_ms")]
         times = " ".join(f"{seconds:>7.2f} s" for seconds in spent)
-        path = str((late.get("figures") or {}).get("path", ""))
-        lines.append(f"{number:<7} {layers:<9} {rows:>6} {times}  {path}".rstrip())
+        path = str((stage.get("figures") or {}).get("path", ""))
+        lines.append(f"{number:<7} {layers:<9} {_figure(stage, 'rows'):>6.0f} {times}  {path}".rstrip())
     return "\n".join(lines)
