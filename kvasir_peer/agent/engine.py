@@ -54,6 +54,23 @@ class EngineStatistics:
     resident_bytes: int
 
 
+@dataclass(frozen=True)
+class RoutedPass:
+    """A pass that waits for the sums of its routed rows.
+
+    Attributes:
+        job: what :meth:`Engine.resume` takes.
+        buffer: of the arena; has the rows (:mod:`kvasir_peer.wire.experts`, f32), and takes the sums, f32.
+        layer, rows, experts: what is routed.
+    """
+
+    job: int
+    buffer: int
+    layer: int
+    rows: int
+    experts: int
+
+
 class _Connection:
     """One run of the process: its socket, its unanswered orders."""
 
@@ -61,6 +78,7 @@ class _Connection:
         self.process = process
         self.stream = stream
         self.waiting: dict[int, tuple[trio.Event, list[msgspec.Struct]]] = {}
+        self.buffers: dict[int, int] = {}  # of the passes under way
         self.send_lock = trio.Lock()
         self.lost = False
 
@@ -75,6 +93,7 @@ class Engine:
 
     Attributes:
         crashed: called (without arguments) after each crash, before the restart; what was loaded is gone.
+        routed: called when a pass stands at one of the layers for which it was submitted.
     """
 
     def __init__(self) -> None:
@@ -88,6 +107,7 @@ class Engine:
         self._freed = trio.Event()
         self._progress: dict[int, Callable[[int, int], None]] = {}
         self.crashed: Callable[[], None] = lambda: None
+        self.routed: Callable[[RoutedPass], None] = lambda rows: None
         self._restarts = 0
         self._passes = 0
         self._held_ms = 0.0
@@ -155,14 +175,57 @@ class Engine:
             raise EngineError("no stage is loaded")
         return self._arena.buffer(index)
 
-    async def submit(self, buffer: int, membership: bytes, boundary_bytes: int) -> PendingPass:
-        """Hand a batch to the engine; it is computed after those submitted before."""
+    async def load_bank(self, order: orders.LoadBank) -> orders.Loaded:
+        """Load experts; ``order.job`` is set here. Raises as :meth:`load_stage`."""
+        if self._arena is not None:
+            self._arena.close()
+        self._arena = Arena(self._arena_file, order.arena)
+        self._free = list(range(order.arena.buffers))
+        self._freed.set()
+        job = next(self._jobs)
+        answer = await self._ask(msgspec.structs.replace(order, job=job), job)
+        assert isinstance(answer, orders.Loaded)
+        self._stage = job
+        self._resident = answer.resident_bytes
+        return answer
+
+    async def submit(
+        self, buffer: int, membership: bytes, boundary_bytes: int, layers: tuple[int, ...] = ()
+    ) -> PendingPass:
+        """Hand a batch to the engine; it is computed after those submitted before.
+
+        Args:
+            layers: at which the routed rows go to :attr:`routed`; whoever takes them must resume the pass.
+        """
         job = next(self._jobs)
         connection = self._current()
         waiter = (trio.Event(), list[msgspec.Struct]())
         connection.waiting[job] = waiter
-        await self._send(connection, orders.Pass(job, self._stage, buffer, membership, boundary_bytes))
+        connection.buffers[job] = buffer
+        await self._send(
+            connection, orders.Pass(job, self._stage, buffer, membership, boundary_bytes, layers)
+        )
         return PendingPass(self, connection, job, waiter)
+
+    async def compute_experts(
+        self, buffer: int, layer: int, rows: int, experts: int, dtype: str, urgency: orders.Urgency
+    ) -> orders.ExpertsDone:
+        """Sums of the routed rows in a buffer (:mod:`kvasir_peer.wire.experts`), written to the same buffer.
+
+        Shield it where the caller may be cancelled: the engine writes to the buffer all the same.
+
+        Raises:
+            EngineError: nothing is loaded that has these experts, or the process died.
+        """
+        job = next(self._jobs)
+        order = orders.ExpertPass(job, self._stage, buffer, layer, rows, experts, dtype, urgency)
+        answer = await self._ask(order, job)
+        assert isinstance(answer, orders.ExpertsDone)
+        return answer
+
+    async def resume(self, job: int) -> None:
+        """Go on with a pass whose sums lie in its buffer."""
+        await self._send(self._current(), orders.Resume(job))
 
     def statistics(self) -> EngineStatistics:
         """A snapshot."""
@@ -214,6 +277,12 @@ class Engine:
             if report is not None:
                 report(message.done, message.total)
             return
+        if isinstance(message, orders.Routed):
+            buffer = connection.buffers.get(message.job)
+            if buffer is not None:
+                self.routed(RoutedPass(message.job, buffer, message.layer, message.rows, message.experts))
+            return
+        connection.buffers.pop(getattr(message, "job", 0), None)
         if isinstance(message, orders.PassDone):
             self._passes += 1
             self._held_ms += message.held_ms

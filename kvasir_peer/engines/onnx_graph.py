@@ -277,6 +277,15 @@ class Bound:
         self._binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         self._keep = (self._keep[0], {**self._keep[1], name: array})
 
+    def keep(self) -> dict[str, Array]:
+        """Copies of what it will read, for :meth:`restore` when others have used the same arrays meanwhile."""
+        return {name: array.copy() for name, array in self._keep[0].items()}
+
+    def restore(self, kept: Mapping[str, Array]) -> None:
+        """Put back what :meth:`keep` has copied."""
+        for name, array in self._keep[0].items():
+            np.copyto(array, kept[name])
+
     def __call__(self) -> None:
         """Run.
 

@@ -202,8 +202,14 @@ class OnnxStack(LayerStack):
             attentions.layer(index, prepared)
             next(body)()
             if layer.moe is not None:
-                np.copyto(bindings.routed, (yield bindings.work(layer)))
-                next(body)()
+                part = next(body)
+                # Other passes may be computed in the same buffers until the sums come back.
+                kept = part.keep()
+                sums = yield bindings.work(layer)
+                part.restore(kept)
+                np.copyto(bindings.routed, sums)
+                prepared = attentions.prepare(rows)
+                part()
         attentions.layer(len(layers) - 1, prepared)
         return (yield from self._finish(rows, bindings))
 
@@ -226,7 +232,11 @@ class OnnxStack(LayerStack):
         last.parts[-1].output("logits" if self._tail else "next", result)
         last.parts[0]()
         if len(last.parts) > 1:
-            np.copyto(last.routed, (yield last.work(self.shape.layers[self.spec.end - 1])))
+            kept = last.parts[1].keep()
+            sums = yield last.work(self.shape.layers[self.spec.end - 1])
+            last.parts[1].restore(kept)
+            np.copyto(last.routed, sums)
+            last.parts[-1].output("logits" if self._tail else "next", result)
             last.parts[1]()
         return result
 

@@ -8,6 +8,7 @@ An order names the buffer that it reads, and its answer is written into the same
 from __future__ import annotations
 
 import struct
+from typing import Literal
 
 import msgspec
 
@@ -98,6 +99,71 @@ class Pass(msgspec.Struct, frozen=True, array_like=True):
     buffer: int
     membership: bytes
     boundary_bytes: int
+    layers: tuple[int, ...] = ()
+    """Layers at which the routed rows are handed out (:class:`Routed`); experts of the others are computed here."""
+
+
+class Routed(msgspec.Struct, frozen=True, array_like=True):
+    """A pass stands at a layer: its routed rows lie in its buffer (:mod:`kvasir_peer.wire.experts`, f32).
+
+    It goes on when :class:`Resume` says that the sums, f32 ``[rows, n_embd]``, lie there instead. Other passes are
+    computed meanwhile.
+    """
+
+    job: int
+    layer: int
+    rows: int
+    experts: int
+
+
+class Resume(msgspec.Struct, frozen=True, array_like=True):
+    """The routed sums of a pass lie in its buffer."""
+
+    job: int
+
+
+class LoadBank(msgspec.Struct, frozen=True):
+    """Load experts and be ready for :class:`ExpertPass`; replaces what was loaded before. Answer: :class:`Loaded`."""
+
+    job: int
+    weights: StoreWeights | GgufWeights
+    engine: str
+    ranges: tuple[tuple[int, int, int], ...]
+    max_rows: int
+    precision: str
+    threads: int
+    device: str
+    arena: ArenaShape
+    memory_limit: int = 0
+
+
+Urgency = Literal["ring", "experts", "checks"]
+
+
+class ExpertPass(msgspec.Struct, frozen=True, array_like=True):
+    """Routed rows for the loaded bank, or for the loaded stage's own experts; the sums go into the same buffer.
+
+    Attributes:
+        loaded: job of the load that it is for.
+        urgency: ``ring`` where a pass waits for it, ``experts`` for other peers' rows, ``checks`` for the rest.
+    """
+
+    job: int
+    loaded: int
+    buffer: int
+    layer: int
+    rows: int
+    experts: int
+    dtype: str
+    urgency: Urgency = "experts"
+
+
+class ExpertsDone(msgspec.Struct, frozen=True, array_like=True):
+    """The sums of an :class:`ExpertPass` lie in its buffer."""
+
+    job: int
+    size: int
+    held_ms: float
 
 
 class PassDone(msgspec.Struct, frozen=True, array_like=True):
@@ -168,6 +234,11 @@ CODEC = Codec(
         10: Quit,
         11: Retarget,
         12: Retargeted,
+        13: Routed,
+        14: Resume,
+        15: LoadBank,
+        16: ExpertPass,
+        17: ExpertsDone,
     },
     max_header=MAX_ORDER_BYTES,
 )

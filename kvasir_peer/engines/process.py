@@ -15,19 +15,41 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Generator
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import psutil
 
 import kvasir_peer.errors as errors
 from kvasir_peer.engines import orders
 from kvasir_peer.engines.arena import Arena
+from kvasir_peer.engines.base import F32, ExpertBank, ExpertWork, Precision
+from kvasir_peer.engines.expert_runner import ExpertRunner
+from kvasir_peer.engines.interleaving import Interleaving
 from kvasir_peer.engines.orders import ArenaShape
+from kvasir_peer.wire.experts import encode_rows, rows_bytes
 from kvasir_peer.wire.membership import Limits
+from kvasir_peer.wire.ring import Output
 
-# Urgency of orders: the ring's passes must keep their sequence, so prefill and decode share a class.
-_CONTROL, _RING = 0, 1
+# Urgency of orders: the ring's passes must keep their sequence, so prefill and decode share a class. What a pass that
+# has begun waits for comes before the next pass.
+_CONTROL, _BEGUN, _RING, _EXPERTS, _CHECKS = 0, 1, 2, 3, 4
+_URGENCY = {"ring": _BEGUN, "experts": _EXPERTS, "checks": _CHECKS}
+
+
+@dataclass
+class _Begun:
+    """A pass between its first step and its last; times in seconds."""
+
+    order: orders.Pass
+    steps: Generator[ExpertWork, F32, tuple[int, tuple[Output, ...]]]
+    sums: tuple[int, int] | None = None  # shape of what is awaited
+    held: float = 0.0
+    starved: float = 0.0
+    resumed: bool = True
 
 
 class EngineProcess:
@@ -42,6 +64,10 @@ class EngineProcess:
         self._orders: queue.PriorityQueue[tuple[int, int, msgspec.Struct]] = queue.PriorityQueue()
         self._count = itertools.count()
         self._process = psutil.Process()
+        self._bank: ExpertBank | None = None
+        self._experts: ExpertRunner | None = None
+        self._interleaving = Interleaving()
+        self._passes: dict[int, _Begun] = {}
 
     def run(self) -> None:
         """Carry out orders until told to quit."""
@@ -56,6 +82,12 @@ class EngineProcess:
             try:
                 if isinstance(order, orders.Pass):
                     self._pass(order, starved)
+                elif isinstance(order, orders.Resume):
+                    self._resume(order)
+                elif isinstance(order, orders.ExpertPass):
+                    self._expert_pass(order)
+                elif isinstance(order, orders.LoadBank):
+                    self._load_bank(order)
                 elif isinstance(order, orders.LoadStage):
                     self._load(order)
                 elif isinstance(order, orders.Retarget):
@@ -63,13 +95,22 @@ class EngineProcess:
                 elif isinstance(order, orders.Forget):
                     self._forget()
                     self._answer(orders.Forgotten(order.job, self._resident()))
-            except errors.KvasirError as error:
-                self._fail(order, type(error).__name__, str(error))
-            except MemoryError as error:
-                self._fail(order, "ResourceError", f"out of memory: {error}")
-            except (ValueError, IndexError, KeyError, RuntimeError, OSError, TypeError) as error:
-                # A library's own error: the order fails by name, the process and its other work go on.
-                self._fail(order, "EngineError", f"{type(error).__name__}: {error}".splitlines()[0][:500])
+            except Exception as error:
+                if not self._failed(order, error):
+                    raise
+
+    def _failed(self, order: msgspec.Struct, error: BaseException) -> bool:
+        """Answer that an order failed; False for an error that no order may cause."""
+        if isinstance(error, errors.KvasirError):
+            self._fail(order, type(error).__name__, str(error))
+        elif isinstance(error, MemoryError):
+            self._fail(order, "ResourceError", f"out of memory: {error}")
+        elif isinstance(error, ValueError | IndexError | KeyError | RuntimeError | OSError | TypeError):
+            # A library's own error: the order fails by name, the process and its other work go on.
+            self._fail(order, "EngineError", f"{type(error).__name__}: {error}".splitlines()[0][:500])
+        else:
+            return False
+        return True
 
     def _fail(self, order: msgspec.Struct, error: str, message: str) -> None:
         self._answer(orders.Failed(getattr(order, "job", 0), error, message))
@@ -79,14 +120,126 @@ class EngineProcess:
 
         if not isinstance(self._runner, StageRunner) or self._arena is None or order.stage != self._stage:
             raise errors.EngineError("a batch came for a stage that is not loaded")
+        runner = self._runner
+        buffer = self._arena.buffer(order.buffer)
+        alone = not order.layers and not self._passes
+        slots = frozenset() if alone else runner.slots(order.membership)
+        self._interleaving.add(order.job, slots, order.layers)
+        steps = runner.steps(
+            order.membership, buffer[: order.boundary_bytes], buffer, frozenset(order.layers)
+        )
+        self._passes[order.job] = _Begun(order, steps, starved=starved)
+        self._go_on()
+
+    def _resume(self, order: orders.Resume) -> None:
+        begun = self._passes.get(order.job)
+        if begun is not None:  # else its stage has been replaced
+            begun.resumed = True
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Step whatever pass may be stepped, the oldest first."""
+        found = True
+        while found:
+            found = False
+            for job, begun in self._passes.items():
+                if begun.resumed and self._interleaving.may_step(job):
+                    self._step(job, begun)
+                    found = True
+                    break
+
+    def _step(self, job: int, begun: _Begun) -> None:
+        assert self._arena is not None
+        started = time.perf_counter()
+        buffer = self._arena.buffer(begun.order.buffer)
+        begun.resumed = False
+        try:
+            if begun.sums is None:
+                work = next(begun.steps)
+            else:
+                rows, width = begun.sums
+                size = rows * width * 4
+                work = begun.steps.send(np.frombuffer(buffer[:size], "<f4").reshape(rows, width).copy())
+            begun.sums = work.x.shape
+            encode_rows(work.ids, work.weights, work.x, "f32", buffer)
+        except StopIteration as stop:
+            self._end(job)
+            size, outputs = stop.value
+            held = (begun.held + time.perf_counter() - started) * 1e3
+            self._answer(orders.PassDone(job, size, outputs, held, begun.starved * 1e3))
+        except Exception as error:
+            self._end(job)
+            if not self._failed(begun.order, error):
+                raise
+        else:
+            begun.held += time.perf_counter() - started
+            self._interleaving.stopped(job, work.layer)
+            self._answer(orders.Routed(job, work.layer, *work.ids.shape))
+        finally:
+            buffer.release()
+
+    def _end(self, job: int) -> None:
+        del self._passes[job]
+        self._interleaving.remove(job)
+
+    def _drop_passes(self) -> None:
+        """Give up passes that still wait for sums: their stage is replaced."""
+        for job in list(self._passes):
+            self._passes[job].steps.close()
+            self._end(job)
+            self._answer(orders.Failed(job, "EngineError", "the batch was given up: its stage was replaced"))
+
+    def _expert_pass(self, order: orders.ExpertPass) -> None:
+        if self._experts is None or self._arena is None or order.loaded != self._stage:
+            raise errors.EngineError("routed rows came for experts that are not loaded")
         started = time.perf_counter()
         buffer = self._arena.buffer(order.buffer)
         try:
-            size, outputs = self._runner.run(order.membership, buffer[: order.boundary_bytes], buffer)
+            width = self._bank.shape.n_embd  # type: ignore[union-attr]
+            size = rows_bytes(order.rows, order.experts, width, order.dtype)
+            written = self._experts.run(
+                buffer[:size], order.layer, order.rows, order.experts, order.dtype, buffer
+            )
         finally:
             buffer.release()
-        held = time.perf_counter() - started
-        self._answer(orders.PassDone(order.job, size, outputs, held * 1e3, starved * 1e3))
+        self._answer(orders.ExpertsDone(order.job, written, (time.perf_counter() - started) * 1e3))
+
+    def _load_bank(self, order: orders.LoadBank) -> None:
+        from kvasir_peer.engines.base import create_bank, estimate_bank
+
+        self._forget()
+        started = time.perf_counter()
+        source = _open_bank_source(order)
+        precision: Precision = "exact" if order.precision == "exact" else "fast"
+        memory = estimate_bank(
+            order.engine,
+            source.metadata,
+            source.tensors,
+            order.ranges,
+            max_rows=order.max_rows,
+            device=order.device,
+            precision=precision,
+        )
+        allowed = order.memory_limit or psutil.virtual_memory().available
+        if order.device == "cpu" and memory.total > allowed:
+            raise errors.ResourceError(
+                f"these experts need {memory.total / 1e6:.0f} MB, {allowed / 1e6:.0f} MB are allowed; "
+                "give more with --memory"
+            )
+        self._bank = create_bank(
+            order.engine,
+            source,
+            order.ranges,
+            max_rows=order.max_rows,
+            threads=order.threads,
+            device=order.device,
+            precision=precision,
+        )
+        source.release()
+        self._experts, self._stage = ExpertRunner(self._bank, order.max_rows), order.job
+        self._map_arena(order.arena)
+        seconds = time.perf_counter() - started
+        self._answer(orders.Loaded(order.job, seconds, memory.weights, 0, memory.workspace, self._resident()))
 
     def _load(self, order: orders.LoadStage) -> None:
         from kvasir_peer.engines.stage_runner import StageRunner
@@ -105,6 +258,9 @@ class EngineProcess:
             order.stages,
         )
         self._runner, self._stage = StageRunner(stack, limits, order.stage, order.dtype), order.job
+        self._bank = self._runner.bank
+        if self._bank is not None:
+            self._experts = ExpertRunner(self._bank, order.max_rows)
         self._map_arena(order.arena)
         self._answer(
             orders.Loaded(
@@ -155,6 +311,7 @@ class EngineProcess:
 
         if not isinstance(self._runner, StageRunner):
             raise errors.EngineError("no stage is loaded")
+        self._drop_passes()
         self._runner.retarget(order.stage, order.stages)
         self._answer(orders.Retargeted(order.job))
 
@@ -164,9 +321,13 @@ class EngineProcess:
         self._arena = Arena(self._arena_descriptor, shape)
 
     def _forget(self) -> None:
+        self._drop_passes()
         if self._runner is not None:
             self._runner.close()  # type: ignore[attr-defined]
             self._runner = None
+        elif self._bank is not None:
+            self._bank.close()
+        self._bank = self._experts = None
 
     def _resident(self) -> int:
         return int(self._process.memory_info().rss)
@@ -184,7 +345,7 @@ class EngineProcess:
                     break
                 (size,) = orders.LENGTH.unpack(prefix)
                 order, _ = orders.CODEC.decode(stream.read(size))
-                urgency = _RING if isinstance(order, orders.Pass | orders.Retarget) else _CONTROL
+                urgency = _urgency(order)
                 self._orders.put((urgency, next(self._count), order))
                 if isinstance(order, orders.Quit):
                     return
@@ -192,6 +353,29 @@ class EngineProcess:
             pass  # the agent is gone, or not an agent: the process ends below, in both cases
         # The main thread may be deep in a matrix product that nothing interrupts.
         os._exit(0)
+
+
+def _urgency(order: object) -> int:
+    if isinstance(order, orders.Pass | orders.Retarget):
+        return _RING
+    if isinstance(order, orders.Resume):
+        return _BEGUN
+    if isinstance(order, orders.ExpertPass):
+        return _URGENCY[order.urgency]
+    return _CONTROL
+
+
+def _open_bank_source(order: orders.LoadBank):  # type: ignore[no-untyped-def]
+    from kvasir_peer.models.sources import GgufSource, StoreSource
+
+    if isinstance(order.weights, orders.GgufWeights):
+        return GgufSource(Path(order.weights.path))
+    from kvasir_peer.models.manifest import Manifest
+    from kvasir_peer.models.slices import ExpertSlice
+    from kvasir_peer.models.store import ChunkReader
+
+    manifest = Manifest.decode(Path(order.weights.manifest).read_bytes())
+    return StoreSource(ChunkReader(Path(order.weights.store)), manifest, ExpertSlice(order.ranges))
 
 
 def _open_source(order: orders.LoadStage):  # type: ignore[no-untyped-def]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Container, Generator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvasir_peer.engines.base import F32, LayerStack, Rows
+from kvasir_peer.engines.base import F32, ExpertWork, LayerStack, Rows, Steps
 from kvasir_peer.engines.sampling import sample
 from kvasir_peer.wire.codec import Buffer
 from kvasir_peer.wire.membership import FLAG_OUTPUT, Limits, decode_membership
@@ -35,6 +35,7 @@ class StageRunner:
         self.head = stack.spec.first == 0
         self.tail = stack.spec.end == stack.shape.n_layer
         self._width = stack.shape.n_embd
+        self.bank = stack.local_bank()
         # Token of each position, for the penalties; rows bring their tokens, so a rewind mends it by itself.
         self._tokens = np.zeros((limits.slots, limits.context_length), np.int32) if self.tail else None
 
@@ -53,6 +54,25 @@ class StageRunner:
             WireError: a membership or boundary that is not within the plan.
             EngineError: rows that the stack refuses.
         """
+        steps = self.steps(membership, boundary, out, frozenset())
+        try:
+            next(steps)
+        except StopIteration as stop:
+            return stop.value
+        raise AssertionError("a pass without layers to stop at runs through")
+
+    def slots(self, membership: Buffer) -> frozenset[int]:
+        """Slots of which the stage computes rows. Raises WireError as :meth:`run`."""
+        rows = decode_membership(membership, self._limits).rows
+        return frozenset(rows["slot"][rows["through"] > self._stage].tolist())
+
+    def steps(
+        self, membership: Buffer, boundary: Buffer, out: memoryview, layers: Container[int]
+    ) -> Generator[ExpertWork, F32, tuple[int, tuple[Output, ...]]]:
+        """As :meth:`run`, but at ``layers`` the routed rows are yielded, and their sums are sent back.
+
+        What is yielded is valid until the next step; ``boundary`` is read before the first one.
+        """
         batch = decode_membership(membership, self._limits)
         table = batch.rows[batch.rows["through"] > self._stage]
         if not len(table):
@@ -64,12 +84,31 @@ class StageRunner:
             (table["flags"] & FLAG_OUTPUT) != 0,
         )
         hidden = None if self.head else decode_tensor(boundary, self._dtype, len(rows), self._width)
-        result = self._stack.forward(rows, hidden)
+        if not any(layer in layers for layer in range(self._stack.spec.first, self._stack.spec.end)):
+            result = self._stack.forward(rows, hidden)
+        else:
+            result = yield from self._compute(rows, hidden, layers)
         if self._tokens is None:
             further = result[table["through"] > self._stage + 1]
             return encode_tensor(further, self._dtype, out).nbytes, ()
         self._tokens[rows.slots, rows.positions] = rows.tokens
         return 0, self._sample(table, rows, result, batch.samplings)
+
+    def _compute(self, rows: Rows, hidden: F32 | None, layers: Container[int]) -> Steps:
+        """All layers; routed experts here, but at ``layers``."""
+        bank = self.bank
+        assert bank is not None
+        stack = self._stack.steps(rows, hidden)
+        try:
+            work = next(stack)
+            while True:
+                if work.layer in layers:
+                    sums = yield work
+                else:
+                    sums = bank.compute(work.layer, work.x, work.ids, work.weights)
+                work = stack.send(sums)
+        except StopIteration as stop:
+            return stop.value
 
     def _sample(
         self, table: npt.NDArray[np.void], rows: Rows, logits: F32, samplings: Sequence[Sampling]

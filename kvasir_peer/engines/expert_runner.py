@@ -1,0 +1,88 @@
+"""Routed rows on the engine side: sums over the experts of a bank, for a volunteer and for a dispatcher's own part."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvasir_peer.engines.base import F32, I32, ExpertBank
+from kvasir_peer.errors import EngineError
+from kvasir_peer.wire.codec import Buffer
+from kvasir_peer.wire.experts import decode_rows
+from kvasir_peer.wire.tensors import encode_tensor
+
+
+class ExpertRunner:
+    """One bank, and how rows reach it.
+
+    Args:
+        bank: stays the caller's, who closes it.
+        max_rows: most rows of one call of the bank.
+    """
+
+    def __init__(self, bank: ExpertBank, max_rows: int) -> None:
+        self._bank = bank
+        self._max_rows = max_rows
+        self._absent: dict[int, int] = {}
+
+    def run(self, data: Buffer, layer: int, rows: int, experts: int, dtype: str, out: memoryview) -> int:
+        """Compute a frame of routed rows (layout: :mod:`kvasir_peer.wire.experts`).
+
+        Args:
+            out: where the sums ``[rows, n_embd]`` are written; may be the memory of ``data``.
+
+        Returns:
+            Bytes written.
+
+        Raises:
+            WireError: ``data`` has another size than its shape.
+            EngineError: a layer of which the bank holds nothing, or experts that the model does not have.
+        """
+        width = self._bank.shape.n_embd
+        routed = decode_rows(data, rows, experts, width, dtype)
+        sums = self.sums(layer, routed.x, routed.ids, routed.weights)
+        return encode_tensor(sums, dtype, out).nbytes
+
+    def sums(self, layer: int, x: F32, ids: I32, weights: F32) -> F32:
+        """Weighted sums ``[n, n_embd]`` over the pairs whose id is not negative."""
+        absent = ids < 0
+        if not absent.any():
+            return self._whole(layer, x, ids, weights)
+        other = self._not_held(layer)
+        if other is not None:
+            return self._whole(layer, x, np.where(absent, other, ids), weights)
+        # The bank holds every expert, so it would compute whatever stood there: each pair is a row of its own.
+        rows, columns = np.nonzero(~absent)
+        sums = np.zeros_like(x)
+        for begin in range(0, len(rows), self._max_rows):
+            part = rows[begin : begin + self._max_rows], columns[begin : begin + self._max_rows]
+            y = self._bank.compute(
+                layer,
+                np.ascontiguousarray(x[part[0]]),
+                np.ascontiguousarray(ids[part][:, None]),
+                np.ascontiguousarray(weights[part][:, None]),
+            )
+            np.add.at(sums, part[0], y)
+        return sums
+
+    def _whole(self, layer: int, x: F32, ids: I32, weights: F32) -> F32:
+        if len(x) <= self._max_rows:
+            return self._bank.compute(layer, x, ids, weights)
+        step = self._max_rows
+        parts = [
+            self._bank.compute(layer, x[i : i + step], ids[i : i + step], weights[i : i + step])
+            for i in range(0, len(x), step)
+        ]
+        return np.concatenate(parts)
+
+    def _not_held(self, layer: int) -> int | None:
+        """An expert of the layer that the bank does not hold, or None where it holds all."""
+        if layer not in self._absent:
+            if not 0 <= layer < self._bank.shape.n_layer:
+                raise EngineError(f"layer {layer} of a model with {self._bank.shape.n_layer} layers")
+            moe = self._bank.shape.layers[layer].moe
+            if moe is None:
+                raise EngineError(f"layer {layer} has no routed experts")
+            held = {e for at, lo, hi in self._bank.ranges if at == layer for e in range(lo, hi)}
+            self._absent[layer] = next((e for e in range(moe.n_expert) if e not in held), -1)
+        found = self._absent[layer]
+        return None if found < 0 else found
