@@ -4,7 +4,8 @@ Everything runs on loopback, each part in a process of its own: the relay, a pee
 this one. Peers speak Noise and Yamux end to end through the relay, as they do in use. On a busy machine the rates by
 CPU time, the ratios and the smallest times are what to look at.
 
-Rows: name, value, unit, goal (or null), holds (or null).
+Run it where the package is installed, or with ``PYTHONPATH=.:relay``. Rows: name, value, unit, goal (or null), holds
+(or null).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -26,9 +28,6 @@ from typing import Any
 import psutil
 import trio
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "relay")]
-
 from kvasir_peer.errors import LinkError
 from kvasir_peer.identity import Identity
 from kvasir_peer.net import circuit, maddr
@@ -38,6 +37,7 @@ from kvasir_peer.net.host import Host, new_host
 from kvasir_peer.net.noise import NoiseIdentity
 from kvasir_peer.net.yamux import MuxedStream, Priority
 
+ROOT = Path(__file__).resolve().parent.parent
 ECHO, SINK = "/bench/echo/1", "/bench/sink/1"
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -303,25 +303,19 @@ async def killed(rows: Rows, relay: Process) -> None:
                 circuit.CircuitListener(host, lambda peer: True)
                 host.handle(ECHO, _echo)
                 await circuit.reserve(at_relay, host.peer_id)
-                came: list[Connection] = []
-                arrived = trio.Event()
-
-                def connected(connection: Connection) -> None:
-                    came.append(connection)
-                    arrived.set()
-
-                host.on_connection.append(connected)
+                send, came = trio.open_memory_channel[Connection](4)
+                host.on_connection.append(send.send_nowait)
                 process = await trio.to_thread.run_sync(
                     lambda: Process(
                         __file__, "--part", "source", "--relay", relay.line, "--peer", host.peer_id
                     )
                 )
                 with trio.fail_after(20):
-                    await arrived.wait()
+                    relayed = await came.receive()
                 start = time.perf_counter()
                 process.process.send_signal(signal.SIGKILL)
                 with trio.move_on_after(20):
-                    await came[0].closed.wait()
+                    await relayed.closed.wait()
                 seconds = time.perf_counter() - start
         process.stop()
         rows.add(f"kill -9 of the {name}, seen by the other end", seconds, "s", "<= 2", seconds <= 2)
@@ -347,10 +341,7 @@ async def crowd(relay: str, count: int) -> None:
             identity = Identity.generate()
             noise = NoiseIdentity(identity.private_key)
             stream = await trio.open_tcp_stream(address.host, address.port)
-            sock = stream.socket.detach()
-            import socket
-
-            plain = socket.socket(fileno=sock)
+            plain = socket.socket(fileno=stream.socket.detach())
             plain.setblocking(False)
             duplex = TcpDuplex(plain)
             secured = await noise.secure_outbound(duplex, address.peer)

@@ -8,11 +8,14 @@ stranger to a machine of his own network, and tell him about ours.
 from __future__ import annotations
 
 import ipaddress
+import logging
 from collections.abc import Iterable, Sequence
 
 from kvasir_peer.net.maddr import of_socket
 from kvasir_relay.limits import parse_address
 from kvasir_relay.listeners import Listener
+
+log = logging.getLogger("kvasir_relay")
 
 
 def machine_addresses() -> list[str]:
@@ -22,7 +25,12 @@ def machine_addresses() -> list[str]:
     import psutil
 
     found = []
-    for interface in psutil.net_if_addrs().values():
+    try:
+        interfaces = psutil.net_if_addrs()
+    except OSError as error:
+        log.warning("this machine's addresses cannot be asked for (%s): set announce", error.strerror)
+        return []
+    for interface in interfaces.values():
         for item in interface:
             if item.family in (socket.AF_INET, socket.AF_INET6):
                 address = ipaddress.ip_address(item.address.partition("%")[0])

@@ -109,6 +109,13 @@ class Flow:
         if self._circuit.carry(n, self._direction):
             self._forward()
 
+    def limit(self, shares: Shares | None) -> None:
+        """Draw from these buckets from now on; None for no limit."""
+        self.shares = shares
+        self.allowance = 0
+        if self.queued:
+            self._forward()
+
     def _forward(self) -> None:
         if self.shares is not None and self.allowance <= 0:
             self._circuit.shaper.want(self)
@@ -231,10 +238,7 @@ class Circuit:
 
     def join(self) -> None:
         """Begin to carry. What has come on the streams already is carried first."""
-        if self.shaper.active:
-            self._shares = self.shaper.join(self.peers, trio.current_time())
-            for flow in self.flows:
-                flow.shares = self._shares
+        self.reshape()
         source, target = self._streams
         to_target, to_source = self.flows
         target.set_source(to_target, classed=False)
@@ -242,6 +246,18 @@ class Circuit:
         source.set_sink(to_target.receive, to_target.end)
         if not self.reason:
             target.set_sink(to_source.receive, to_source.end)
+
+    def reshape(self) -> None:
+        """Bandwidth limits came or went while the circuit lives."""
+        if self.shaper.active == (self._shares is not None):
+            return
+        if self._shares is None:
+            self._shares = self.shaper.join(self.peers, trio.current_time())
+        else:
+            self.shaper.leave(self._shares, *self.flows)
+            self._shares = None
+        for flow in self.flows:
+            flow.limit(self._shares)
 
     @property
     def carried(self) -> int:

@@ -110,7 +110,7 @@ HomeFlag = Annotated[Path | None, Parameter(help="Home folder of the relay.")]
 
 
 def _home(home: Path | None) -> Path:
-    from kvasir_relay.service import home_folder
+    from kvasir_relay.home import home_folder
 
     return home_folder(
         settings.load({"home": str(home)} if home else {}, os.environ, _environment_config(os.environ))

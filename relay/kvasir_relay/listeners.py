@@ -122,3 +122,19 @@ def _open(base: str, kinds: frozenset[bool]) -> Listener:
         raise SettingsError(f"cannot listen on {base}: {error.strerror}; {advice}") from error
     bound = sock.getsockname()
     return Listener(sock, bound[0], bound[1], kinds)
+
+
+def open_http_socket(place: tuple[str, int]) -> socket.socket:
+    """A listening socket for metrics and status. Raises SettingsError when it cannot be had."""
+    host, port = place
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(64)
+    except OSError as error:
+        sock.close()
+        raise SettingsError(
+            f"cannot serve metrics on {host}:{port}: {error.strerror}; choose another port with --http"
+        ) from error
+    return sock

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -39,8 +41,6 @@ class RelayCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All families."""
-        import psutil
-
         s = self._statistics()
         counters, ledger = s.counters, s.ledger
 
@@ -108,15 +108,32 @@ class RelayCollector(Collector):
             sum_value=counters.wait_sum,
         )
 
-        process = psutil.Process()
-        times = process.cpu_times()
+        times = os.times()
         cpu = CounterMetricFamily("kvasir_relay_cpu_seconds", "CPU time of the process.", labels=["mode"])
         cpu.add_metric(["user"], times.user)
         cpu.add_metric(["system"], times.system)
         yield cpu
-        yield gauge("resident_bytes", "Memory of the process that is in RAM.", process.memory_info().rss)
-        if hasattr(process, "num_fds"):
-            yield gauge("open_files", "Open file descriptors.", process.num_fds())
+        yield gauge("resident_bytes", "Memory of the process that is in RAM.", resident_bytes())
+        if (files := open_files()) is not None:
+            yield gauge("open_files", "Open file descriptors.", files)
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM. From /proc where there is one: a hardened unit shows little else."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        import psutil
+
+        return int(psutil.Process().memory_info().rss)
+
+
+def open_files() -> int | None:
+    """Open descriptors of this process, where the system tells."""
+    try:
+        return sum(1 for _ in Path("/proc/self/fd").iterdir())
+    except OSError:
+        return None
 
 
 class Exporter:

@@ -17,7 +17,6 @@ import h11
 import trio
 
 from kvasir_peer import __version__
-from kvasir_peer.errors import SettingsError
 from kvasir_relay.config import describe
 from kvasir_relay.metrics import CONTENT_TYPE, Exporter
 from kvasir_relay.server import Relay
@@ -31,22 +30,6 @@ LOCAL_NAMES = frozenset({"localhost", "ip6-localhost"})
 
 Answer = tuple[int, str, bytes]
 _HTML, _TEXT = "text/html; charset=utf-8", "text/plain; charset=utf-8"
-
-
-def open_http_listener(place: tuple[str, int]) -> trio.SocketListener:
-    """A listening socket. Raises SettingsError when it cannot be had."""
-    host, port = place
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-        sock.listen(MAX_CONNECTIONS)
-    except OSError as error:
-        sock.close()
-        raise SettingsError(
-            f"cannot serve metrics on {host}:{port}: {error.strerror}; choose another port with --http"
-        ) from error
-    return trio.SocketListener(trio.socket.from_stdlib_socket(sock))
 
 
 class Pages:
@@ -64,8 +47,9 @@ class Pages:
             "/": self._status,
         }
 
-    async def serve(self, listener: trio.SocketListener) -> None:
-        """Answer until cancelled."""
+    async def serve(self, listening: socket.socket) -> None:
+        """Answer on a listening socket until cancelled."""
+        listener = trio.SocketListener(trio.socket.from_stdlib_socket(listening))
         await trio.serve_listeners(self._connection, [listener])
 
     async def _connection(self, stream: trio.SocketStream) -> None:

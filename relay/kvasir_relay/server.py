@@ -155,6 +155,8 @@ class Relay:
         self._revoked = revoked
         self.ledger.change(config.limits, now)
         self.shaper.change(config.bandwidth, now)
+        for circuit in self.hop.circuits:
+            circuit.reshape()
         self.announce()
         self.expel()
 

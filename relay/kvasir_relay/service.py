@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -15,8 +17,11 @@ from kvasir_peer.errors import SettingsError
 from kvasir_peer.identity import KEY_FILE, load_or_create
 from kvasir_relay import invites, logs, month, systemd
 from kvasir_relay.config import Config
-from kvasir_relay.listeners import open_listeners
-from kvasir_relay.server import Relay
+from kvasir_relay.home import home_folder
+from kvasir_relay.listeners import Listener, open_http_socket, open_listeners
+
+if TYPE_CHECKING:
+    from kvasir_relay.server import Relay
 
 log = logging.getLogger("kvasir_relay")
 
@@ -26,15 +31,6 @@ SPARE_FILES = 64  # descriptors beside connections: listeners, epoll, the key
 
 # Settings that only a new start can change.
 FIXED = ("listen", "home", "http")
-
-
-def home_folder(config: Config) -> Path:
-    """Where the relay keeps its key."""
-    if config.home is not None:
-        return config.home
-    import platformdirs
-
-    return Path(platformdirs.user_data_dir("kvasir-relay"))
 
 
 def run(config: Config, reread: Callable[[], Config]) -> None:
@@ -48,32 +44,45 @@ def run(config: Config, reread: Callable[[], Config]) -> None:
         SettingsError: the home, the key or an address cannot be used.
     """
     logs.set_up(config.log)
-    trio.run(_serve, config, reread)
-
-
-async def _serve(config: Config, reread: Callable[[], Config]) -> None:
-    home = home_folder(config)
-    identity = load_or_create(home / KEY_FILE)
-    relay = Relay(identity, config, invites.read_revoked(home))
-    month.read_back(home, relay.ledger)
-    _raise_file_limit(config)
-    signals = [signal.SIGTERM, signal.SIGINT]
-    if hasattr(signal, "SIGHUP"):
-        signals.append(signal.SIGHUP)
     with ExitStack() as stack:
+        home = home_folder(config)
+        identity = load_or_create(home / KEY_FILE)
+        revoked = invites.read_revoked(home)
         listeners = open_listeners(config.listen)
         for listener in listeners:
-            stack.callback(listener.close)
+            stack.callback(listener.socket.close)
         http = None
         if config.http is not None:
-            from kvasir_relay.pages import Pages, open_http_listener
+            http = stack.enter_context(open_http_socket(config.http))
+        _raise_file_limit(config)
+        # What can be wrong in the settings is known by now; libp2p takes a second to import.
+        from kvasir_relay.server import Relay
 
-            http = open_http_listener(config.http)
-        received = stack.enter_context(trio.open_signal_receiver(*signals))
-        try:
+        async def serve() -> None:
+            relay = Relay(identity, config, revoked)
+            await _serve(relay, home, listeners, http, reread)
+
+        trio.run(serve)
+
+
+async def _serve(
+    relay: Relay,
+    home: Path,
+    listeners: list[Listener],
+    http: socket.socket | None,
+    reread: Callable[[], Config],
+) -> None:
+    month.read_back(home, relay.ledger)
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if hasattr(signal, "SIGHUP"):
+        numbers.append(signal.SIGHUP)
+    try:
+        with trio.open_signal_receiver(*numbers) as received:
             async with trio.open_nursery() as nursery:
                 await nursery.start(relay.serve, listeners)
                 if http is not None:
+                    from kvasir_relay.pages import Pages
+
                     nursery.start_soon(Pages(relay).serve, http)
                 nursery.start_soon(_watch_revocations, relay, home)
                 nursery.start_soon(_keep_month, relay, home)
@@ -81,16 +90,16 @@ async def _serve(config: Config, reread: Callable[[], Config]) -> None:
                     nursery.start_soon(_feed_watchdog, every)
                 _say_ready(relay, http)
                 nursery.start_soon(_obey, received, relay, home, reread, nursery.cancel_scope)
-        finally:
-            month.store(home, relay.ledger)
-            log.info("stopped")
+    finally:
+        month.store(home, relay.ledger)
+        log.info("stopped")
 
 
-def _say_ready(relay: Relay, http: trio.SocketListener | None) -> None:
+def _say_ready(relay: Relay, http: socket.socket | None) -> None:
     for address in relay.full_addresses:
         print(address, flush=True)
     if http is not None:
-        host, port = http.socket.getsockname()[:2]
+        host, port = http.getsockname()[:2]
         log.info("metrics and status on http://%s:%d/", f"[{host}]" if ":" in host else host, port)
     if not relay.addresses:
         log.warning("no address to tell peers: set announce")

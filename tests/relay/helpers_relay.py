@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import trio
+from kvasir_relay import config as settings
+from kvasir_relay.listeners import open_listeners
+from kvasir_relay.messages import REASON_FIELD
+from kvasir_relay.server import Relay
 
 from kvasir_peer.identity import Identity
 from kvasir_peer.net import circuit, delimited, maddr, upstream
 from kvasir_peer.net.connection import Connection
 from kvasir_peer.net.host import Host, new_host
 from kvasir_peer.net.yamux import MuxedStream
-from kvasir_relay import config as settings
-from kvasir_relay.listeners import open_listeners
-from kvasir_relay.messages import REASON_FIELD
-from kvasir_relay.server import Relay
 
 ROOT = Path(__file__).resolve().parents[2]
 HopMessage, StopMessage = upstream.circuit_pb2.HopMessage, upstream.circuit_pb2.StopMessage
@@ -31,11 +31,11 @@ PATIENCE = 15.0  # seconds until a wait in a test has failed; a loaded machine n
 
 @asynccontextmanager
 async def running_relay(
-    *, listen: list[str] | None = None, identity: Identity | None = None, **values: object
+    **values: Any,
 ) -> AsyncIterator[Relay]:
     """A relay with settings by dotted name, ``limits__circuits=3`` for ``limits.circuits``."""
-    config = make_config(listen=listen or ["/ip4/127.0.0.1/tcp/0"], **values)
-    relay = Relay(identity or Identity.generate(), config)
+    config = make_config(**{"listen": ["/ip4/127.0.0.1/tcp/0"], **values})
+    relay = Relay(Identity.generate(), config)
     listeners = open_listeners(config.listen)
     async with trio.open_nursery() as nursery:
         await nursery.start(relay.serve, listeners)
@@ -43,7 +43,7 @@ async def running_relay(
         nursery.cancel_scope.cancel()
 
 
-def make_config(**values: object) -> settings.Config:
+def make_config(**values: Any) -> settings.Config:
     """Settings as if given by flags."""
     return settings.load({name.replace("__", "."): value for name, value in values.items()}, {})
 
@@ -61,7 +61,8 @@ def reason_of(message: Any) -> str:
     """The word beside a refusing status."""
     from google.protobuf.unknown_fields import UnknownFieldSet
 
-    for item in UnknownFieldSet(message):
+    unknown: Any = UnknownFieldSet(message)
+    for item in unknown:
         if item.field_number == REASON_FIELD:
             return bytes(item.data).decode()
     return ""
@@ -123,7 +124,7 @@ class Peer:
         request = await delimited.read_message(stream, StopMessage)
         self.limits.append(request.limit if request.HasField("limit") else None)
         if self.stop_status:
-            answer = StopMessage(type=StopMessage.STATUS)
+            answer: Any = StopMessage(type=StopMessage.STATUS)
             answer.status = self.stop_status
             await delimited.write_message(stream, answer)
         if self.stop_status == circuit.OK:
@@ -189,7 +190,7 @@ async def receive(stream: MuxedStream, count: int) -> bytes:
 async def until(condition: Callable[[], object]) -> None:
     """Wait until something has happened; fails in the end."""
     with trio.fail_after(PATIENCE):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - what is waited for happens in code under test
             await trio.sleep(0.005)
 
 
@@ -206,6 +207,7 @@ class RelayProcess:
         self._log = log
         assert process.stdout is not None
         self.address = process.stdout.readline().strip()
+        assert self.address, f"the relay did not start: {self.log}"
 
     @property
     def log(self) -> str:

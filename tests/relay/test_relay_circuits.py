@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import trio
 from helpers_relay import (
@@ -14,12 +16,12 @@ from helpers_relay import (
     running_relay,
     until,
 )
+from kvasir_relay.server import Relay
 
 from kvasir_peer.errors import LinkError
 from kvasir_peer.identity import Identity
 from kvasir_peer.net import upstream
 from kvasir_peer.net.yamux import MuxedStream
-from kvasir_relay.server import Relay
 
 
 def nothing_held(relay: Relay) -> bool:
@@ -164,16 +166,16 @@ async def test_a_circuit_without_limits_says_so() -> None:
 
 
 async def test_limits_are_told_to_both_ends() -> None:
-    async with running_relay(limits__circuit_time="90s", limits__circuit_bytes="1 MiB") as relay:
-        async with running_peers(2) as (source, target):
-            await source.join(relay)
-            await target.join(relay)
-            answer = await target.reserve()
-            assert (answer.limit.duration, answer.limit.data) == (90, 2**20)
-            await source.connect(target.peer_id)
-            await target.incoming()
-            [told] = target.limits
-            assert (told.duration, told.data) == (90, 2**20)
+    limits: dict[str, Any] = {"limits__circuit_time": "90s", "limits__circuit_bytes": "1 MiB"}
+    async with running_relay(**limits) as relay, running_peers(2) as (source, target):
+        await source.join(relay)
+        await target.join(relay)
+        answer = await target.reserve()
+        assert (answer.limit.duration, answer.limit.data) == (90, 2**20)
+        await source.connect(target.peer_id)
+        await target.incoming()
+        [told] = target.limits
+        assert (told.duration, told.data) == (90, 2**20)
 
 
 async def test_the_voucher_is_the_one_of_the_specification() -> None:
@@ -229,9 +231,7 @@ async def test_a_peer_reaches_itself_so_that_it_can_check_its_address() -> None:
 async def test_a_reservation_ends_with_its_time_and_with_its_connection() -> None:
     async with running_relay(limits__reservation_time="2s") as relay, joined(relay, 2) as (source, target):
         await source.connect(target.peer_id)
-        with trio.fail_after(6):
-            while relay.statistics().ledger.reservations:
-                await trio.sleep(0.05)
+        await until(lambda: not relay.statistics().ledger.reservations)
         with pytest.raises(Refused) as refused:
             await source.connect(target.peer_id)
         assert refused.value.status == 204
@@ -306,8 +306,9 @@ async def test_the_relay_dials_nobody_and_takes_no_circuits_itself() -> None:
 
 
 async def test_end_to_end_encryption_hides_what_is_carried(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvasir_peer.net.node import Node
     from kvasir_relay.circuits import Flow
+
+    from kvasir_peer.net.node import Node
 
     seen = bytearray()
     receive_there = Flow.receive
