@@ -7,7 +7,7 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 MODEL := .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
-PROMPT ?= Why is the sky blue? Answer in two sentences.
+PROMPT ?= Why is the sky blue? Answer in one short sentence.
 PYTEST_FLAGS ?=
 PACKAGES := kvasir_peer relay/kvasir_relay
 

@@ -28,5 +28,7 @@ def smollm2_path() -> Path:
         pytest.fail(f"{path} has {path.stat().st_size} bytes, not {SMOLLM2_BYTES}: remove it, run make model")
     with path.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != SMOLLM2_SHA256:
-            pytest.fail(f"{path} is not the file that the expectations were made with: remove it, run make model")
+            pytest.fail(
+                f"{path} is not the file that the expectations were made with: remove it, run make model"
+            )
     return path

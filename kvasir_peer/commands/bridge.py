@@ -19,7 +19,7 @@ def run_bridge(settings: BridgeSettings, *, json_progress: JsonProgressFlag = Fa
 
     Prints the ticket and the OpenAI base URL, each on a line of its own, as soon as stages can join.
     """
-    from kvasir_peer.roles import bridge
+    from kvasir_peer.roles.bridge import run_bridge as serve_bridge
 
     start_logging(settings.log)
     with running.run_from(settings.home, "bridge") as notice:
@@ -31,6 +31,6 @@ def run_bridge(settings: BridgeSettings, *, json_progress: JsonProgressFlag = Fa
             print(found.base_url, flush=True)
 
         async def serve() -> None:
-            await bridge.run_bridge(settings, ready=ready, report=report)
+            await serve_bridge(settings, ready=ready, report=report)
 
         run_until_stopped(serve)

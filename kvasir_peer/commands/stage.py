@@ -25,14 +25,14 @@ RUNNABLE = ("stage",)
 
 
 def _run(settings: StageSettings, *, json_progress: bool) -> None:
-    from kvasir_peer.roles import stage
+    from kvasir_peer.roles.stage import run_stage as serve_stage
 
     start_logging(settings.log)
     with running.run_from(settings.home, "stage") as notice:
         report = Reporter(json_lines=json_progress, also=notice.report)
 
         async def serve() -> None:
-            await stage.run_stage(settings, report=report)
+            await serve_stage(settings, report=report)
 
         run_until_stopped(serve)
 
