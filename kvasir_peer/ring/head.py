@@ -243,7 +243,7 @@ class HeadEpoch(StageEpoch):
         self._previous, self._sequence = digest, sequence + 1
         self._sent.append(_Sent(sequence, batch.seq, digest))
         buffer = await self.engine.take_buffer()
-        composed = ring.Composed(self.plan.id, self.plan.epoch, sequence, digest)
+        composed = ring.Composed(self.plan.id, self.plan.epoch, sequence, digest, runs_of(batch))
         await self._news.send(self.codec.encode(composed), Priority.DECODE)
         await self.dispatch(
             sequence, data, membership, digest, self.sign(digest), (), buffer, 0, trio.current_time()
@@ -270,6 +270,17 @@ class HeadEpoch(StageEpoch):
             if not hasattr(self, "_news"):
                 raise LinkError("the link to the bridge is not open yet")
             await self._news.send(self.codec.encode(ended), Priority.CONTROL)
+
+
+def runs_of(batch: Batch) -> tuple[tuple[int, int, bool], ...]:
+    """``(request, rows, whether it is a decode row)`` of each run of a batch, in order."""
+    runs: list[tuple[int, int, bool]] = []
+    for row in batch.rows:
+        if runs and runs[-1][0] == row.request:
+            runs[-1] = (row.request, runs[-1][1] + 1, runs[-1][2])
+        else:
+            runs.append((row.request, 1, row.phase == "decode"))
+    return tuple(runs)
 
 
 def membership_of(batch: Batch) -> Membership:

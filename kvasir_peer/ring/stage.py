@@ -389,6 +389,8 @@ class StageEpoch:
             batch.queue,
             round(batch.arrived, 4),
             round((trio.current_time() - batch.arrived) * 1e3 - held_ms, 3),
+            batch.rows.rows_at(self.index),
+            boundary_bytes,
         )
         trace = (*batch.trace, entry)
         began = trio.current_time()
@@ -419,7 +421,7 @@ class StageEpoch:
         counters.last_blocked_ms = (trio.current_time() - began) * 1e3
         counters.blocked_ms += counters.last_blocked_ms
         counters.batches += 1
-        counters.rows += batch.rows.rows_at(self.index)
+        counters.rows += entry.rows
         counters.held_ms += held_ms
         counters.starved_ms += starved_ms
         counters.bytes_out += sent

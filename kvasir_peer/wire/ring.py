@@ -27,7 +27,7 @@ PROTOCOL = "/kvasir/ring/1"
 Purpose = Literal["batches", "results", "tokens", "requests"]
 
 # A header is bounded by what the plan's widths allow, plus this: ids, digests, signature, and one trace entry
-# for each stage (a ring has at most 64 stages, an entry takes at most 64 bytes: 5 doubles and two integers).
+# for each stage (a ring has at most 64 stages, an entry takes at most 64 bytes: 5 doubles and four integers).
 HEADER_SLACK = 1024 + 64 * 64
 MAX_STAGES = 64
 MAX_SUBMIT_STOP_TOKENS = 64
@@ -46,6 +46,8 @@ class StageTrace(msgspec.Struct, frozen=True, array_like=True):
         queue: batches that were before it in the stage.
         arrived: seconds, on that stage's own monotonic clock, for the timeline.
         waited_ms: between its arrival and its departure, without ``held_ms``.
+        rows: rows that the stage computed; the batch may hold more, see ``through`` in the membership.
+        boundary_bytes: hidden states that the stage handed on; 0 at the tail.
     """
 
     stage: int
@@ -55,6 +57,8 @@ class StageTrace(msgspec.Struct, frozen=True, array_like=True):
     queue: int
     arrived: float = 0.0
     waited_ms: float = 0.0
+    rows: int = 0
+    boundary_bytes: int = 0
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
@@ -121,12 +125,17 @@ class Result(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Composed(msgspec.Struct, frozen=True, array_like=True):
-    """Head to bridge: the digest of a batch as it left, to be compared with the tail's."""
+    """Head to bridge: the digest of a batch as it left, to be compared with the tail's.
+
+    ``runs`` says whose rows it holds, for the timeline: ``(request, rows, whether it is a decode row)`` for each run,
+    in the membership's order.
+    """
 
     plan: str
     epoch: int
     sequence: int
     digest: bytes
+    runs: tuple[tuple[int, int, bool], ...] = ()
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True):

@@ -79,9 +79,14 @@ def test_every_message_within_the_widths_fits_the_bounds_both_ends_derive() -> N
     outputs = tuple(
         ring.Output(2**64 - 1, 2**32 - 1, 63, 511, -12345.678, ((511, -1.5),) * 2) for _ in range(LIMITS.rows)
     )
-    trace = tuple(ring.StageTrace(i, 1e9, 1e9, 1e9, 2**31, 1e12, 1e9) for i in range(ring.MAX_STAGES))
+    trace = tuple(
+        ring.StageTrace(i, 1e9, 1e9, 1e9, 2**31, 1e12, 1e9, 4096, 2**32 - 1) for i in range(ring.MAX_STAGES)
+    )
     result = ring.Result("p" * 64, 2**32 - 1, 2**63, b"d" * 32, outputs, trace)
     assert sum(len(piece) for piece in codec.encode(result)) <= ring.max_result_frame(LIMITS)
+    runs = tuple((2**64 - 1, 1, False) for _ in range(LIMITS.rows))
+    composed = ring.Composed("p" * 64, 2**32 - 1, 2**63, b"d" * 32, runs)
+    assert sum(len(piece) for piece in codec.encode(composed)) <= ring.max_result_frame(LIMITS)
     batch = ring.Batch("p" * 64, 1, 2**63, bytes(LIMITS.bytes), b"d" * 32, b"s" * 64, trace)
     payload = bytes(tensor_bytes("f32", LIMITS.rows, 16))
     assert sum(len(piece) for piece in codec.encode(batch, payload)) <= ring.max_batch_frame(
