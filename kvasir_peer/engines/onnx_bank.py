@@ -170,10 +170,10 @@ class _Fused(_Experts):
         raw = raws[0] if len(raws) == 1 else np.concatenate(raws)
         count, rows = raw.shape[:2]
         codes = quants.unpack(raw, info.type, (count, rows, info.shape[2]))
-        packed, scales, _ = centred(codes)
+        c = centred(codes)
         return [
-            g.weight(packed.reshape(count, rows, -1)),
-            g.weight(scales.reshape(count, rows, -1)),
+            g.weight(c.packed.reshape(count, rows, -1)),
+            g.weight(c.scales.reshape(count, rows, -1)),
             g.weight(np.concatenate(biases)) if biases else "",
         ]
 

@@ -5,8 +5,8 @@ the floats, if the asymmetric types' offsets are added apart::
 
     y = x @ (scale * (code - zero) + offset)^T = MatMulNBits(x, codes) + blocksum(x) @ offset^T
 
-where ``blocksum`` adds up the input over each group of weights that shares an offset. Codes are centred first
-(the zero point moves into the offset), so that the second term stays small beside the first.
+where ``blocksum`` adds up the input over each group of weights that shares an offset. Codes are centred first, by a
+zero point for each group, so that the second term stays small beside the first (see :func:`centred`).
 
 At accuracy level 4 activations are rounded to int8 per group, which costs about one per cent of the result, as in
 llama.cpp. At level 0 they stay float32; 8-bit codes have no quick kernel there, so they are dequantised then.
@@ -81,23 +81,52 @@ def packed_bytes(type_id: int, rows: int, columns: int, precision: Precision, ke
         return 4 * n
     t = quants.quant_type(type_id)
     # A scale of float32 per group; at level 4 the kernel keeps the scales as given too, and its sums over groups.
-    per_group = 12 if precision == "fast" else 4
+    per_group = 12.0 if precision == "fast" else 4.0
     if t.asymmetric:
-        per_group += 4
-    return n * t.bits // 8 + n // t.group * per_group
+        # An offset, and with 4 bits a zero point.
+        per_group += 4 if t.bits == 8 else 4.5
+    return n * t.bits // 8 + int(n // t.group * per_group)
 
 
-def centred(codes: quants.Codes) -> tuple[NDArray[np.uint8], F32, F32 | None]:
-    """Return packed codes, scales and offsets for the zero point that ``MatMulNBits`` takes by itself.
+@dataclass(frozen=True, eq=False)
+class Centred:
+    """Codes as ``MatMulNBits`` takes them: ``weight = scale * (code - zero) + offset``.
 
-    That is 8 for 4 bits and 128 for 8 bits. 4-bit codes stay; their offset takes up the difference. 8-bit codes
-    of the asymmetric types are 0..31 and are moved to -16..15 about 128.
+    Attributes:
+        packed: uint8 [rows, columns * bits / 8].
+        scales: float32 [rows, groups].
+        zeros: uint8 [rows, ceil(groups / 2)], two 4-bit zero points a byte; None for the operator's own, which is
+            8 for 4 bits and 128 for 8 bits.
+        offsets: float32 [rows, groups], at most half a scale where the codes can be centred so; None for none.
+    """
+
+    packed: NDArray[np.uint8]
+    scales: F32
+    zeros: NDArray[np.uint8] | None
+    offsets: F32 | None
+
+
+def centred(codes: quants.Codes) -> Centred:
+    """Take from each offset the whole number of scales that makes it smallest.
+
+    Rounding activations to int8 is multiplied by ``scale * (code - zero)``, while offsets see them unrounded; so
+    the error is least when ``code - zero`` stands for nearly the whole weight.
     """
     if codes.offsets is None:
-        return codes.packed, codes.scales, None
-    middle = 8 if codes.bits == 4 else 16
-    packed = codes.packed if codes.bits == 4 else codes.packed + np.uint8(128 - middle)
-    return packed, codes.scales, codes.offsets + np.float32(middle) * codes.scales
+        return Centred(codes.packed, codes.scales, None, None)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        zeros = np.rint(-codes.offsets / codes.scales)
+    largest = 15 if codes.bits == 4 else 31
+    zeros = np.clip(np.nan_to_num(zeros), 0, largest).astype(np.uint8)
+    offsets = codes.offsets + zeros * codes.scales
+    if codes.bits == 4:
+        rows, groups = zeros.shape
+        pairs = np.zeros((rows, groups + groups % 2), np.uint8)
+        pairs[:, :groups] = zeros
+        return Centred(codes.packed, codes.scales, pairs[:, 0::2] | (pairs[:, 1::2] << 4), offsets)
+    # Five bits leave room in a byte: the zero point goes into the codes.
+    grouped = codes.packed.reshape(*zeros.shape, codes.group) + (np.uint8(128) - zeros)[..., None]
+    return Centred(grouped.reshape(codes.packed.shape), codes.scales, None, offsets)
 
 
 class Linears:
@@ -155,13 +184,18 @@ class Linears:
                 inputs.append(g.weight(bias))
             return g.op("Gemm", *inputs, transB=1)
         codes = quants.unpack(raw, type_id, (rows, columns))
-        packed, scales, offsets = centred(codes)
+        c = centred(codes)
         groups = columns // codes.group
+        inputs = [
+            x,
+            g.weight(c.packed.reshape(rows, groups, codes.group * codes.bits // 8)),
+            g.weight(c.scales),
+        ]
+        if c.zeros is not None:
+            inputs.append(g.weight(c.zeros))
         product = g.op(
             "MatMulNBits",
-            x,
-            g.weight(packed.reshape(rows, groups, codes.group * codes.bits // 8)),
-            g.weight(scales),
+            *inputs,
             microsoft=True,
             K=columns,
             N=rows,
@@ -169,10 +203,9 @@ class Linears:
             block_size=codes.group,
             accuracy_level=4 if self._precision == "fast" else 0,
         )
-        if offsets is not None:
-            product = g.op(
-                "Gemm", self._group_sums(x, groups, codes.group), g.weight(offsets), product, transB=1
-            )
+        if c.offsets is not None:
+            sums = self._group_sums(x, groups, codes.group)
+            product = g.op("Gemm", sums, g.weight(c.offsets), product, transB=1)
         if bias is not None:
             product = g.op("Add", product, g.weight(bias))
         return product

@@ -146,9 +146,10 @@ class Codes:
         if self.bits == 4:
             codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)
         parts = codes.reshape(len(codes), -1, self.group).astype(np.float32) - np.float32(self.zero)
-        parts *= self.scales[..., None]
-        if self.offsets is not None:
-            parts += self.offsets[..., None]
+        with np.errstate(invalid="ignore", over="ignore"):
+            parts *= self.scales[..., None]
+            if self.offsets is not None:
+                parts += self.offsets[..., None]
         return parts.reshape(len(codes), -1)
 
 
@@ -360,16 +361,18 @@ def _in_pieces(work: Callable[[int, int], None], n_blocks: int, block: int, thre
     per_piece = max(1, _PIECE // block)
     edges = [(i, min(i + per_piece, n_blocks)) for i in range(0, n_blocks, per_piece)]
     count = min(threads or os.cpu_count() or 1, _MAX_THREADS, len(edges) // 2)
-    if count <= 1:
-        for begin, end in edges:
-            work(begin, end)
-        return
     # Threads take pieces from one iterator, which is cheaper than a future for each.
     left = iter(edges)
 
     def take() -> None:
-        for begin, end in left:
-            work(begin, end)
+        # A file may hold scales that are infinite or no numbers; that shows in the results, not as warnings.
+        with np.errstate(invalid="ignore", over="ignore"):
+            for begin, end in left:
+                work(begin, end)
+
+    if count <= 1:
+        take()
+        return
 
     with ThreadPoolExecutor(count, thread_name_prefix="unpack") as pool:
         for done in [pool.submit(take) for _ in range(count)]:

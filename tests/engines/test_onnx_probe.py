@@ -1,0 +1,71 @@
+"""What onnxruntime can do here: tried and compared with numpy, and said in words."""
+
+import numpy as np
+import pytest
+
+from kvasir_peer.engines import onnx_probe
+from kvasir_peer.engines.onnx_graph import Graph, Runtime
+from kvasir_peer.engines.onnx_linear import Kernels
+from kvasir_peer.errors import EngineError
+
+
+@pytest.fixture(autouse=True)
+def fresh_probe() -> None:
+    onnx_probe._probe.cache_clear()
+
+
+def test_all_kernels_work_with_this_onnxruntime() -> None:
+    report = onnx_probe.probe()
+    assert all(trial.works for trial in report.trials), report.lines()
+    assert report.kernels == Kernels(codes4=True, codes8=True, experts=True)
+    assert any("QMoE, 4 bits" in line and "works" in line for line in report.lines())
+    # Rounding to int8 shows where it should, and only there.
+    for trial in report.trials:
+        assert (trial.deviation > 1e-3) == ("level 4" in trial.name or "QMoE" in trial.name), trial
+
+
+def test_a_kernel_with_wrong_results_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = onnx_probe._try_product
+
+    def wrong(runtime: Runtime, bits: int, block: int, level: int) -> tuple[np.ndarray, np.ndarray]:
+        got, expected = right(runtime, bits, block, level)
+        return (got * np.float32(1.1) if bits == 8 else got), expected
+
+    monkeypatch.setattr(onnx_probe, "_try_product", wrong)
+    report = onnx_probe.probe()
+    assert report.kernels == Kernels(codes4=True, codes8=False, experts=True)
+    line = next(line for line in report.lines() if "8 bits, blocks of 32" in line)
+    assert "does not work" in line and "dequantised" in line
+
+
+def test_a_kernel_that_is_missing_is_gone_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(runtime: Runtime, bits: int) -> tuple[np.ndarray, np.ndarray]:
+        raise EngineError("onnxruntime refuses a graph: QMoE(-1) is not a registered operator")
+
+    monkeypatch.setattr(onnx_probe, "_try_experts", missing)
+    assert onnx_probe.usable_kernels("cpu") == Kernels(codes4=True, codes8=True, experts=False)
+    assert any("not a registered operator" in line for line in onnx_probe.probe().lines())
+
+
+def test_without_attention_nothing_can_be_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        onnx_probe, "_try_attention", lambda *_: (np.zeros(3, np.float32), np.ones(3, np.float32))
+    )
+    with pytest.raises(EngineError, match=r"GroupQueryAttention.*torch engine"):
+        onnx_probe.usable_kernels("cpu")
+
+
+def test_graphs_that_onnxruntime_refuses_are_errors_of_the_engine() -> None:
+    g = Graph()
+    g.output(g.op("NoSuchOperator", g.input("x", ["n", 2])), "y", ["n", 2])
+    with pytest.raises(EngineError, match="NoSuchOperator"):
+        g.session(Runtime(1))
+
+
+def test_failures_while_running_are_errors_of_the_engine() -> None:
+    g = Graph()
+    g.output(g.op("Reshape", g.input("x", ["n", 2]), g.constant([3, 5], np.int64)), "y", [3, 5])
+    session = g.session(Runtime(1))
+    bound = session.bind({"x": np.zeros((2, 2), np.float32)}, {"y": np.zeros((3, 5), np.float32)})
+    with pytest.raises(EngineError, match="Reshape"):
+        bound()
