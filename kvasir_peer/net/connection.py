@@ -287,6 +287,10 @@ class Connection:
             if self._carrier is not None:
                 self._carrier.flush()
             self._end(str(error))
+        except Exception:
+            # A mistake of ours that one peer has found must not cost all others their connections.
+            logger.exception("what came from %s could not be handled", self.remote_peer)
+            self._end("internal error")
         self._bytes_received += position
         return position
 

@@ -495,6 +495,12 @@ class Host:
                 connection.mux.violation(error)
             logger.debug("a stream of %s (%s) ended: %s", connection.remote_peer, stream.protocol, error)
             stream.reset(str(error))
+        except Exception:
+            # A mistake of ours that one peer has found must not cost all others their connections.
+            logger.exception(
+                "the handler of %s failed on a stream of %s", stream.protocol, connection.remote_peer
+            )
+            stream.reset("internal error")
         except BaseException:
             stream.reset("closed here")
             raise

@@ -274,13 +274,21 @@ class _Exchange:
 
     async def _one(self, request: h11.Request) -> None:
         """One request and its answer."""
+        if request.http_version not in (b"1.0", b"1.1"):
+            raise _Refused(505, "only HTTP/1.1 is spoken here")
         body = await self._body()
         answer = _Answer(self, body)
         with trio.CancelScope(deadline=trio.current_time() + RESPONSE_S) as scope:
             answer.scope = scope
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._watch, answer.gone)
-                await self._app(self._scope(request), answer.receive, answer.send)
+                try:
+                    await self._app(self._scope(request), answer.receive, answer.send)
+                except LinkError:
+                    raise
+                except Exception:
+                    # A mistake in one route must not take the network down with it.
+                    logger.exception("the application failed at %s", request.target.decode("latin-1")[:200])
                 nursery.cancel_scope.cancel()
         if scope.cancelled_caught:
             if not answer.started:
@@ -351,7 +359,8 @@ class _Answer:
             body, self._body = self._body, None
             await trio.lowlevel.checkpoint()
             return {"type": "http.request", "body": body, "more_body": False}
-        if not self.finished:
+        # No checkpoint once the caller has left: frameworks poll this inside a scope that is cancelled already.
+        if not self.finished and not self.gone.is_set():
             await self.gone.wait()
         return {"type": "http.disconnect"}
 

@@ -38,7 +38,7 @@ FIRST, LAST, OWN = 1 << 29, 1 << 28, 1 << 27
 LENGTH_MASK = 0x00FFFFFF
 
 DEFAULT_MAX_FRAME_BYTES = 16 * 1024 * 1024
-MAX_OWN_BYTES = 64  # of a message of the link itself
+MAX_OWN_BYTES = 256  # of a message of the link itself
 LEAST_PIECE_BYTES = 256  # a frame is not cut into pieces smaller than this
 QUEUED_BYTES = 256 * 1024  # of one priority waiting to be sent before a sender has to wait
 #: Frames received and not yet taken hold back the window of the other side beyond this many bytes.
@@ -49,6 +49,7 @@ class _Control(IntEnum):
     """Messages of the link itself: the first byte of their payload."""
 
     HELLO = 1  # | version (1) | link id (16): first on a stream, from the side that opened it
+    REFUSED = 2  # | reason (UTF-8): the only message of a side that does not want the link
 
 
 LINK_VERSION = 1
@@ -521,6 +522,9 @@ class Link:
             if message[1] < LINK_VERSION:
                 raise WireError("unexpected", f"link version {message[1]}", peer=self.remote_peer)
             self.link_id = message[2 : 2 + LINK_ID_BYTES]
+        elif kind == _Control.REFUSED:
+            reason = message[1:].decode(errors="replace")
+            self.fail(f"{self.remote_peer} refuses {self.protocol}: {reason}")
 
     def _stream_ended(self, reason: str) -> None:
         if reason:
@@ -531,6 +535,13 @@ class Link:
                 self._stream.finish()
             self._wake_all()
             self._over()
+
+
+def refuse(stream: MuxedStream, reason: str) -> None:
+    """Tell whoever opened ``stream`` why it gets no link, and drop what it sends."""
+    message = bytes([_Control.REFUSED]) + reason.encode()[: MAX_OWN_BYTES - 1]
+    stream.send_nowait(HEAD.pack(OWN | len(message)) + message)
+    stream.close()
 
 
 class _Rate:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import httpx
 import trio
 
-from kvasir_peer.errors import KvasirError, LinkError, RefusedError, UsageError
+from kvasir_peer.errors import KvasirError, LinkError, UsageError
 from kvasir_peer.net import circuit, http, maddr
+from kvasir_peer.net import link as link_module
 from kvasir_peer.net.connection import Connection, ConnectionStatistics
 from kvasir_peer.net.host import Host, HostLimits, HostStatistics, new_host
 from kvasir_peer.net.link import DEFAULT_MAX_FRAME_BYTES, Link, LinkStatistics
@@ -379,9 +380,9 @@ class Node:
             if verdict is not True and verdict != "":
                 self._refused[protocol] = self._refused.get(protocol, 0) + 1
                 reason = verdict if isinstance(verdict, str) else "not expected here"
-                raise RefusedError(
-                    f"{stream.remote_peer} was refused on {protocol}: {reason}", peer=stream.remote_peer
-                )
+                logger.warning("%s was refused on %s: %s", stream.remote_peer, protocol, reason)
+                link_module.refuse(stream, reason)
+                return
             connection = stream.connection
             assert isinstance(connection, Connection)
             link = Link(stream.remote_peer, protocol, max_frame=max_frame)
