@@ -12,6 +12,7 @@ from kvasir_peer.engines.architectures import (
     MODEL_TENSORS,
     LayerShape,
     ModelShape,
+    MoeShape,
     parse,
 )
 from kvasir_peer.engines.base import (
@@ -147,23 +148,31 @@ def _stack_memory(
     return MemoryEstimate(weights, kv, _stack_workspace(shape, spec, options, tail))
 
 
+# What torch, its threads and the allocator keep once they have worked, whatever the model (measured on a CPU).
+_BASE_WORKSPACE = 16 << 20
+
+
 def _stack_workspace(shape: ModelShape, spec: StackSpec, options: TorchOptions, tail: bool) -> int:
-    """The largest scratch space of a pass: a layer's activations, or the logits."""
+    """The largest scratch space of a pass: the activations of a layer, and the logits."""
     n = spec.max_rows
     layers = shape.layers[spec.first : spec.end]
-    widest = max(_layer_floats(shape, layer, n, spec.context_length) for layer in layers)
-    logits = 2 * n * shape.n_vocab if tail else 0
-    return 4 * max(widest, logits) + _piece_bytes(options)
+    widest = max(_layer_floats(shape, layer) for layer in layers)
+    changed = shape.logit_scale != 1.0 or shape.logit_softcap or options.dtype != torch.float32
+    logits = (2 if changed else 1) * shape.n_vocab if tail else 0
+    return _BASE_WORKSPACE + 4 * n * (widest + logits) + _piece_bytes(options)
 
 
-def _layer_floats(shape: ModelShape, layer: LayerShape, n: int, context: int) -> int:
+def _layer_floats(shape: ModelShape, layer: LayerShape) -> int:
+    """Values per row that are alive at once in a layer."""
     attention = layer.attention
-    heads = attention.n_head * (attention.key_length + attention.value_length) * 3
-    ff = 4 * layer.n_ff
-    if layer.moe is not None:
-        moe = layer.moe
-        ff = moe.n_used * (2 * shape.n_embd + 4 * moe.width) + 4 * moe.shared_width
-    return n * (4 * shape.n_embd + max(heads, ff))
+    inner = attention.n_head * (attention.key_length + attention.value_length) * 3
+    dense = 2 * (4 * shape.n_embd + max(inner, 4 * layer.n_ff))
+    return dense if layer.moe is None else max(dense, 8 * shape.n_embd + _expert_floats(shape, layer.moe))
+
+
+def _expert_floats(shape: ModelShape, moe: MoeShape) -> int:
+    """Values per row that are alive at once in the experts: input, halves, inner and output of each pair."""
+    return moe.n_used * (2 * shape.n_embd + 4 * moe.width) + 4 * moe.shared_width
 
 
 def _piece_bytes(options: TorchOptions) -> int:
@@ -187,6 +196,6 @@ def _bank_memory(
         for name in shape.expert_tensors(index):
             whole = _weight_bytes(tensors[name], name.split(".", 2)[2], options)
             weights += whole * count // moe.n_expert
-        floats = max_rows * moe.n_used * (2 * shape.n_embd + 4 * moe.width)
-        workspace = max(workspace, 4 * floats + _piece_bytes(options))
+        floats = max_rows * _expert_floats(shape, moe)
+        workspace = max(workspace, _BASE_WORKSPACE + 4 * floats + _piece_bytes(options))
     return MemoryEstimate(weights, 0, workspace)

@@ -1,5 +1,10 @@
 """The torch engine on a real quantised model, beside llama.cpp."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from driving import prefill
@@ -24,3 +29,20 @@ def test_a_text_is_predicted_as_by_llama_cpp(which: str, request: pytest.Fixture
     same, difference = text.compare(logits)
     assert same >= 0.95
     assert difference <= 0.06
+
+
+@pytest.mark.parametrize(("first", "end", "rows"), [(0, 8, 256), (26, N_LAYER, 64)], ids=["head", "tail"])
+def test_a_process_takes_what_the_estimate_says(smollm2_path: Path, first: int, end: int, rows: int) -> None:
+    """Weights, cache and scratch space together, as the operating system counts them."""
+    program = Path(__file__).with_name("measure_memory.py")
+    run = subprocess.run(
+        [sys.executable, program, smollm2_path, *map(str, (first, end, rows, 512))],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+    )
+    taken, estimated = map(int, run.stdout.split())
+    assert taken > 100 << 20
+    assert estimated == pytest.approx(taken, rel=0.10)
