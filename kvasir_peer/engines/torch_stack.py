@@ -27,6 +27,7 @@ from kvasir_peer.engines.base import (
 from kvasir_peer.engines.rope import RopeTable
 from kvasir_peer.engines.torch_attention import POSITIONS_STEP, Pass, Run, SlotCache, rotate
 from kvasir_peer.engines.torch_experts import Experts, TorchExpertBank, activate, route
+from kvasir_peer.engines.torch_graphs import DecodeGraphs
 from kvasir_peer.engines.torch_weights import Loader, TorchOptions, Weight
 from kvasir_peer.errors import EngineError
 
@@ -295,23 +296,24 @@ class TorchStack(LayerStack):
             self._layers.append(_Layer(loader, shape, layer, cache))
             if layer.moe is not None:
                 self._experts[layer.index] = Experts(layer, [(0, layer.moe.n_expert)], loader, options)
+        self._graphs = DecodeGraphs(self) if options.graphs else None
 
     def memory(self) -> MemoryEstimate:
         return self._estimate
 
     def forward(self, rows: Rows, hidden: F32 | None) -> F32:
         with torch.inference_mode():
-            work = self._run(rows, hidden)
-            try:
-                routed = next(work)
-                while True:
-                    experts = self._experts[routed.layer]
-                    routed = work.send(experts.compute(routed.x, routed.ids, routed.weights))
-            except StopIteration as done:
-                result: Tensor = done.value
+            self._check(rows, hidden)
+            if self._graphs is not None and self._graphs.takes(rows):
+                played = self._graphs.run(rows, hidden)
+                if played is not None:
+                    everything = played.cpu().numpy()
+                    return everything[rows.wants_output] if self.tail else everything
+            result = self._drive(self._run(rows, hidden))
         return result.cpu().numpy()
 
     def steps(self, rows: Rows, hidden: F32 | None) -> Steps:
+        self._check(rows, hidden)
         work = self._run(rows, hidden)
         answer: F32 | None = None
         while True:
@@ -341,34 +343,69 @@ class TorchStack(LayerStack):
         return TorchExpertBank(self.shape, ranges, self._experts, nothing, self.options, self.spec.max_rows)
 
     def close(self) -> None:
+        if self._graphs is not None:
+            self._graphs.clear()
         self._layers.clear()
         self._experts.clear()
         self._caches.clear()
         self._embedding = self._output = None
 
+    def compute_fixed(self, tokens: Tensor, hidden: Tensor, batch: Pass) -> Tensor:
+        """A whole pass from buffers on the device, without waiting for it; logits of all rows at the tail.
+
+        Args:
+            tokens: int64 [n]; read at the head.
+            hidden: float32 [n, n_embd]; read elsewhere.
+            batch: of single rows.
+        """
+        x = self._drive(self._through(self._embed(tokens) if self.head else hidden, batch))
+        return self._logits(x) if self.tail else x
+
+    def singles_pass(self, rows: Rows, reach: int) -> Pass:
+        """A pass of rows that are attended together, each in its own slot, over ``reach`` positions."""
+        slots, positions, ropes = self._places(rows)
+        return Pass((), None, len(rows), reach, slots, positions, ropes)
+
+    def _drive(self, work: _Work) -> Tensor:
+        """Run with the stack's own experts."""
+        try:
+            routed = next(work)
+            while True:
+                experts = self._experts[routed.layer]
+                routed = work.send(experts.compute(routed.x, routed.ids, routed.weights))
+        except StopIteration as done:
+            result: Tensor = done.value
+            return result
+
     def _run(self, rows: Rows, hidden: F32 | None) -> _Work:
         """All layers; returns hidden state or logits, float32 on the device."""
-        rows.check(self.spec, self.shape.n_vocab if self.head else 0)
-        x = self._enter(rows, hidden)
-        batch = self._pass(rows)
-        for layer in self._layers:
-            x = yield from layer(x, batch)
+        device = self.options.device
+        if hidden is None:
+            x = self._embed(torch.from_numpy(rows.tokens.astype(np.int64)).to(device))
+        else:
+            x = torch.tensor(hidden, dtype=torch.float32, device=device)
+        x = yield from self._through(x, self._pass(rows))
         if not self.tail:
             return x
-        wanted = torch.from_numpy(np.flatnonzero(rows.wants_output)).to(x.device)
-        return self._logits(x[wanted])
+        return self._logits(x[torch.from_numpy(np.flatnonzero(rows.wants_output)).to(device)])
 
-    def _enter(self, rows: Rows, hidden: F32 | None) -> Tensor:
-        if self.head:
-            if hidden is not None:
-                raise EngineError("the first layers embed tokens; they take no hidden state")
-            assert self._embedding is not None
-            tokens = torch.from_numpy(rows.tokens.astype(np.int64)).to(self.options.device)
-            return self._embedding.at(tokens).float() * self.shape.embedding_scale
-        if hidden is None or hidden.shape != (len(rows), self.shape.n_embd):
+    def _through(self, x: Tensor, batch: Pass) -> _Work:
+        for layer in self._layers:
+            x = yield from layer(x, batch)
+        return x
+
+    def _check(self, rows: Rows, hidden: F32 | None) -> None:
+        rows.check(self.spec, self.shape.n_vocab if self.head else 0)
+        if self.head and hidden is not None:
+            raise EngineError("the first layers embed tokens; they take no hidden state")
+        if not self.head and (hidden is None or hidden.shape != (len(rows), self.shape.n_embd)):
             got = "none" if hidden is None else f"shape {hidden.shape}"
             raise EngineError(f"hidden state: {got}, need {(len(rows), self.shape.n_embd)}")
-        return torch.tensor(hidden, dtype=torch.float32, device=self.options.device)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """Int64 [n] to float32 [n, n_embd]."""
+        assert self._embedding is not None
+        return self._embedding.at(tokens).float() * self.shape.embedding_scale
 
     def _logits(self, x: Tensor) -> Tensor:
         """[m, n_embd] to [m, n_vocab]."""
@@ -384,7 +421,6 @@ class TorchStack(LayerStack):
         return torch.tanh(logits / cap) * cap if cap else logits
 
     def _pass(self, rows: Rows) -> Pass:
-        device = self.options.device
         runs = [Run(a, b, int(rows.slots[a]), int(rows.positions[a])) for a, b in rows.runs()]
         singles: list[int] = []
         if self.options.batched_attention:
@@ -394,6 +430,13 @@ class TorchStack(LayerStack):
         if singles:
             reach = int(rows.positions[singles].max()) + 1
             reach = min(-(-reach // POSITIONS_STEP) * POSITIONS_STEP, self.spec.context_length)
+        slots, positions, ropes = self._places(rows)
+        picked = torch.tensor(singles, device=self.options.device) if singles and runs else None
+        return Pass(tuple(runs), picked, len(singles), reach, slots, positions, ropes)
+
+    def _places(self, rows: Rows) -> tuple[Tensor, Tensor, dict[RopeShape, tuple[Tensor, Tensor]]]:
+        """Slots and positions, int64 [n], and cosines and sines, float32 [n, 1, d/2], on the device."""
+        device = self.options.device
         ropes: dict[RopeShape, tuple[Tensor, Tensor]] = {}
         for rope, table in self._ropes.items():
             cos, sin = table(rows.positions)
@@ -401,12 +444,5 @@ class TorchStack(LayerStack):
                 torch.from_numpy(cos).to(device)[:, None],
                 torch.from_numpy(sin).to(device)[:, None],
             )
-        return Pass(
-            runs=tuple(runs),
-            singles=torch.tensor(singles, device=device) if singles and runs else None,
-            n_singles=len(singles),
-            reach=reach,
-            slots=torch.from_numpy(rows.slots.astype(np.int64)).to(device),
-            positions=torch.from_numpy(rows.positions.astype(np.int64)).to(device),
-            ropes=ropes,
-        )
+        slots = torch.from_numpy(rows.slots.astype(np.int64)).to(device)
+        return slots, torch.from_numpy(rows.positions.astype(np.int64)).to(device), ropes

@@ -76,7 +76,7 @@ def options_for(device: str, precision: Precision) -> TorchOptions:
             dtype,
             keep_bytes=True,
             batched_attention=True,
-            gather_pairs=64,
+            gather_pairs=128,
             grouped=dtype == torch.bfloat16 and hasattr(F, "grouped_mm"),
             graphs=True,
         )

@@ -25,9 +25,16 @@ TOLERANCE = 1e-4
 # differ by that; test_gelu_is_the_tanh_form takes the table's rounding out.
 GELU_TOLERANCE = 5e-3
 REFERENCE = TorchOptions(torch.device("cpu"), torch.float32)
-# What a GPU uses, on the CPU and in float32: batched attention, and experts gathered without asking for their ids.
+# What a GPU uses, on the CPU and in float32: batched attention, experts gathered without asking for their ids,
+# decode passes with fixed buffers.
 LIKE_GPU = TorchOptions(
-    torch.device("cpu"), torch.float32, keep_bytes=True, batched_attention=True, gather_pairs=64, grouped=True
+    torch.device("cpu"),
+    torch.float32,
+    keep_bytes=True,
+    batched_attention=True,
+    gather_pairs=64,
+    grouped=True,
+    graphs=True,
 )
 NAMES = [model.name for model in tiny_models.MODELS]
 Get = Callable[[str], Reference]
