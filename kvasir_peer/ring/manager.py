@@ -10,7 +10,6 @@ import base64
 import hmac
 import logging
 import secrets
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from kvasir_peer.ring import stage_market as market
 from kvasir_peer.ring.offers import ModelNeeds, StageOffer, Wishes
 from kvasir_peer.ring.plan import Plan, PlanStage, sign_plan
 from kvasir_peer.ring.requests import RingRequests
+from kvasir_peer.ring.telemetry import RingState, RingTelemetry, RingWindow, Timeline
 from kvasir_peer.ring.volunteering import Orders, Report, Source
 from kvasir_peer.serving.widths import Widths
 from kvasir_peer.wire import ring
@@ -43,7 +43,6 @@ RETRY_SECONDS = 0.2  # between two tries to reach the head
 HELLO_SECONDS = 10.0  # for the first frame of a link
 IN_FLIGHT_PER_STAGE = 3  # batches, where nothing is set: one computed, one waiting, one on the way
 MAX_AUTOMATIC_IN_FLIGHT = 64
-KEPT_RESULTS = 512  # batches whose trace is kept for the timeline
 KV_VALUE_BYTES = 4  # float32, what the engines keep on the CPU
 
 
@@ -134,7 +133,7 @@ class RingManager:
         self._token_links: dict[str, Link] = {}
         self._links_changed = trio.Event()
         self._refused = 0
-        self.results: deque[tuple[float, ring.Result]] = deque(maxlen=KEPT_RESULTS)
+        self.telemetry = RingTelemetry()
         self._nursery: trio.Nursery | None = None
         node.on_peer(self._peer_event)
 
@@ -174,6 +173,7 @@ class RingManager:
 
     def _halt(self, why: str) -> None:
         self._going = False
+        self.telemetry.ended(trio.current_time())
         self.requests.detach(f"the ring is being mended: {why}")
         links, self._token_links = list(self._token_links.values()), {}
         for link in links:
@@ -214,6 +214,7 @@ class RingManager:
         """
         self._admit(peer, report)
         self._reports[peer] = report
+        self._note_figures(peer, report)
         self._apply(_reported(peer, report))
         orders = self._news(peer, report)
         if orders is None and report.wait > 0:
@@ -225,6 +226,14 @@ class RingManager:
                 del self._polls[peer]
             orders = self._news(peer, report)
         return orders or self._standing(peer, report)
+
+    def _note_figures(self, peer: str, report: Report) -> None:
+        plan = self._plan
+        if report.figures is None or plan is None or (report.plan, report.epoch) != (plan.id, plan.epoch):
+            return
+        index = plan.index_of(peer)
+        if index is not None:
+            self.telemetry.figures(index, peer, report.epoch, report.figures)
 
     def _admit(self, peer: str, report: Report) -> None:
         if peer in self._reports:
@@ -297,6 +306,7 @@ class RingManager:
             if not self._current(plan):
                 link.close()
                 return
+            self.telemetry.began(plan, trio.current_time())
             await self.requests.attach(plan, link)
             self._apply(market.RingServes(plan.epoch))
             self._tell(Progress("ready", f"the ring serves, epoch {plan.epoch}"))
@@ -369,9 +379,10 @@ class RingManager:
                 await link.send(codec.encode(ring.Pong(message.nonce)))
             elif is_tail and isinstance(message, ring.Result):
                 self.requests.result(message)
-                self.results.append((trio.current_time(), message))
+                self.telemetry.returned(message, trio.current_time())
             elif not is_tail and isinstance(message, ring.Composed):
                 self.requests.composed(message)
+                self.telemetry.composed(message, trio.current_time())
             elif not is_tail and isinstance(message, ring.Ended):
                 self.requests.ended(message)
             else:
@@ -405,9 +416,15 @@ class RingManager:
         """Plan, state and figures, for ``GET /api/ring/{model}``."""
         plan, forecast = self._plan, self._market.forecast
         lag = self._lag.statistics()
+        window = self._window()
+        state = self._ring_state(window)
         return {
             "state": self.state,
             "missing": self.missing(),
+            "ring_state": msgspec.to_builtins(state),
+            "window": {
+                name: value for name, value in msgspec.to_builtins(window).items() if name != "stages"
+            },
             "epoch": plan.epoch if plan else 0,
             "plan": plan.id if plan else "",
             "widths": msgspec.structs.asdict(plan.widths) if plan else None,
@@ -416,14 +433,57 @@ class RingManager:
             "forecast": msgspec.to_builtins(forecast) if forecast else None,
             "refused_peers": self._refused,
             "requests": msgspec.to_builtins(self.requests.statistics()),
-            "bridge": {"peer": self._node.peer_id, "lag_p99_ms": lag.p99_ms},
-            "stages": [self._stage_status(index, stage) for index, stage in enumerate(plan.stages)]
+            "bridge": {
+                "peer": self._node.peer_id,
+                "lag_p99_ms": lag.p99_ms,
+                "ring_bytes": self._ring_bytes(),
+            },
+            "stages": [
+                {
+                    **self._stage_status(index, stage),
+                    "window": msgspec.to_builtins(window.stages[index])
+                    if index < len(window.stages)
+                    else None,
+                }
+                for index, stage in enumerate(plan.stages)
+            ]
             if plan
             else [],
             "others": [
                 self._other_status(peer) for peer in self._market.members if not self._has_place(peer)
             ],
         }
+
+    def _ring_bytes(self) -> int:
+        """Bytes of frames that the bridge has sent and received on this epoch's ring links."""
+        links = [*self._token_links.values(), *self.requests.links()]
+        figures = [link.statistics() for link in links]
+        return sum(f.bytes_sent + f.bytes_received for f in figures)
+
+    def _window(self) -> RingWindow:
+        self._note_bridge_links()
+        return self.telemetry.window(trio.current_time())
+
+    def _note_bridge_links(self) -> None:
+        if self._plan is not None:
+            head, tail = self._plan.stages[0].peer, self._plan.stages[-1].peer
+            self.telemetry.bridge_links(self._round_trip(head), self._round_trip(tail))
+
+    def _round_trip(self, peer: str) -> float:
+        link = self._token_links.get(peer)
+        return (link.statistics().round_trip_p50 or 0.0) if link is not None else 0.0
+
+    def _ring_state(self, window: RingWindow) -> RingState:
+        if self.state != "serving":
+            return RingState("", None, None, self.missing())
+        return self.telemetry.state(window, self.requests.statistics().active)
+
+    def timeline(self, seconds: float, after: int) -> Timeline:
+        """The last seconds of the ring, for ``GET /api/ring/{model}/timeline``."""
+        self._note_bridge_links()
+        return self.telemetry.timeline(
+            trio.current_time(), seconds, after=after, active=self.requests.active_ids()
+        )
 
     def _has_place(self, peer: str) -> bool:
         return self._plan is not None and self._plan.index_of(peer) is not None

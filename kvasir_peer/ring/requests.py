@@ -160,6 +160,14 @@ class RingRequests:
         """Whether requests can be submitted."""
         return self._link is not None
 
+    def links(self) -> list[Link]:
+        """The link to the head, if it stands."""
+        return [] if self._link is None else [self._link]
+
+    def active_ids(self) -> frozenset[int]:
+        """Ids of the requests under way."""
+        return frozenset(self._active)
+
     # -- what the ring says ---------------------------------------------------------------------------------
 
     def composed(self, message: ring.Composed) -> None:

@@ -419,7 +419,7 @@ class _Market:
         if not event.kept and (event.state == "broken" or state.phase == "preparing"):
             state.cached = frozenset(c for c in state.cached if c[0] != event.peer)
         if event.state == "broken" and not known.at(plan, "broken"):
-            if not event.lost and state.phase != "serving":
+            if not event.lost and state.phase in ("preparing", "starting"):
                 failures = tuple(t for t in known.failures if self.now - t < FAILURE_MEMORY)
                 self._set(event.peer, failures=(*failures, self.now))
             self._trouble(event.reason or f"{event.peer} could not go on", event.lost)
@@ -555,8 +555,11 @@ class _Market:
         if not self._worth_looking():
             return
         gone = {s.peer for s in plan.stages if s.peer not in state.members}
-        gone |= {m.peer for m in state.members.values() if m.barred(self.now)}
-        planned = self._replanned(plan, gone)
+        barred = {m.peer for m in state.members.values() if m.barred(self.now)}
+        planned = self._replanned(plan, gone | barred)
+        if planned.plan is None and barred:
+            # Nobody else is there: one that has failed may do better this time, and the pauses bound the tries.
+            planned = self._replanned(plan, gone)
         self._adopt(planned, state.trouble)
 
     def _replanned(self, plan: Plan, gone: set[str]) -> Planned:

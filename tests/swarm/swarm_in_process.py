@@ -25,6 +25,8 @@ class InProcessSwarm:
         self.base_url = ""
         self.model = ""
         self.ticket = ""
+        self.relay: Peer
+        self.relay_port = 0
         self.lines: list[str] = []
         self.scopes: dict[str, trio.CancelScope] = {}
 
@@ -39,7 +41,9 @@ class InProcessSwarm:
     async def status(self) -> dict:
         """``GET /api/ring/{model}``."""
         async with httpx.AsyncClient() as client:
-            answer = await client.get(f"{self.base_url.removesuffix('/v1')}/api/ring/{self.model}", timeout=20)
+            answer = await client.get(
+                f"{self.base_url.removesuffix('/v1')}/api/ring/{self.model}", timeout=20
+            )
         return answer.json()
 
     async def wait_until_serving(self, *, after_epoch: int = 0, seconds: float = START_SECONDS) -> dict:
@@ -55,7 +59,9 @@ class InProcessSwarm:
 
 def start_relay(folder: Path, port: int = 0) -> tuple[Peer, str]:
     """A relay process and its address."""
-    relay = Peer("relay", ["kvasir-relay", "--home", str(folder / "relay"), "--listen", f"/ip4/127.0.0.1/tcp/{port}"])
+    relay = Peer(
+        "relay", ["kvasir-relay", "--home", str(folder / "relay"), "--listen", f"/ip4/127.0.0.1/tcp/{port}"]
+    )
     line = relay.wait_for(lambda text: "/p2p/" in text)
     return relay, next(word for word in line.split() if "/p2p/" in word)
 
@@ -77,7 +83,8 @@ async def swarm_in_process(
         bridge: settings of the bridge.
     """
     swarm = InProcessSwarm(folder)
-    relay, address = await trio.to_thread.run_sync(start_relay, folder)
+    swarm.relay, address = await trio.to_thread.run_sync(start_relay, folder)
+    swarm.relay_port = int(address.split("/tcp/")[1].split("/")[0])
     try:
         async with trio.open_nursery() as nursery:
             ready = trio.Event()
@@ -88,7 +95,14 @@ async def swarm_in_process(
 
             settings = BridgeSettings(
                 home=folder / "bridge",
-                **{"model": str(model), "relays": (address,), "stages": stages, "port": 0, "direct": False, **bridge},
+                **{
+                    "model": str(model),
+                    "relays": (address,),
+                    "stages": stages,
+                    "port": 0,
+                    "direct": False,
+                    **bridge,
+                },
             )
             settings.home.mkdir(parents=True)
             nursery.start_soon(lambda: run_bridge(settings, ready=take, report=swarm.report("bridge")))
@@ -112,7 +126,7 @@ async def swarm_in_process(
             finally:
                 nursery.cancel_scope.cancel()
     finally:
-        await trio.to_thread.run_sync(relay.end)
+        await trio.to_thread.run_sync(swarm.relay.end)
 
 
 async def run_in_scope(swarm: InProcessSwarm, name: str, settings: StageSettings) -> None:
