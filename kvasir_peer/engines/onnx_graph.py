@@ -7,6 +7,7 @@ never copied into a protobuf, and are let go of here as soon as the session has 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ _INLINE_BYTES = 512
 # What a session of some twenty nodes takes besides its weights, as measured.
 SESSION_BYTES = 250_000
 # What the C library keeps of the heap that loading and the passes have used, and Python's own objects, as measured.
-HEAP_BYTES = 24_000_000
+HEAP_BYTES = 16_000_000
 
 _ELEMENT: Mapping[str, int] = {
     "float32": TensorProto.FLOAT,
@@ -81,6 +82,15 @@ def trim_heap() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)
+
+
+@functools.cache
+def _share_arena() -> None:
+    """Make the arena from which all sessions of the process take their scratch memory."""
+    # No limit, extended by what is asked for, onnxruntime's own choice for the rest.
+    configuration = ort.OrtArenaCfg(0, 1, -1, -1)
+    memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
+    ort.create_and_register_allocator(memory, configuration)
 
 
 class Graph:
@@ -228,8 +238,9 @@ class Session:
         options.intra_op_num_threads = runtime.threads
         options.inter_op_num_threads = 1
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        # Scratch memory is bounded by the widest operator; an arena would keep the largest pass for ever.
-        options.enable_cpu_mem_arena = False
+        # One arena for all sessions: one each would keep the largest pass of each for ever.
+        _share_arena()
+        options.add_session_config_entry("session.use_env_allocators", "1")
         options.log_severity_level = 3
         if external:
             values = [ort.OrtValue.ortvalue_from_numpy(array) for array in external.values()]
