@@ -142,7 +142,7 @@ class LlamaCpp:
         threads: of computation.
     """
 
-    def __init__(self, path: Path, context: int = 256, threads: int = 2) -> None:
+    def __init__(self, path: Path, context: int = 256, threads: int = 1) -> None:
         lib = self._lib = library()
         _messages.clear()
         self._model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())

@@ -35,7 +35,7 @@ def ask_llama_cpp(path: Path) -> RealText:
     with GgufFile.open(path) as file:
         tokenizer = Tokenizer.from_gguf(file.metadata)
     tokens = tokenizer.encode(_TEXT.read_text(), add_special=False, parse_special=False)[:TEXT_TOKENS]
-    with LlamaCpp(path, TEXT_TOKENS) as model:
+    with LlamaCpp(path, TEXT_TOKENS, threads=2) as model:
         return RealText(path, tokens, model.logits(tokens))
 
 
