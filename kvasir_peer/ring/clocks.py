@@ -72,13 +72,13 @@ class RingClocks:
         """Least of arrival minus departure, each on its own clock; infinite where nothing passed yet."""
         return self._hops[hop].at(now)
 
-    def offsets(self, ways: Sequence[float], word: float, now: float) -> list[float]:
+    def offsets(self, ways: Sequence[float], now: float) -> list[float]:
         """What to add to a time of each stage's clock to have it on the bridge's.
 
         Args:
-            ways: seconds that each hop is believed to take one way; only their proportions count where the head's
-                word was heard.
-            word: the same for the way from the head to the bridge.
+            ways: seconds that each hop is believed to take one way, and at the end the way from the head to the
+                bridge; of the hops' only the proportions count where the head's word was heard. If empty, nothing
+                is known, and all are taken for alike.
 
         Returns:
             Seconds for each stage; empty where some hop has not been passed yet.
@@ -86,19 +86,18 @@ class RingClocks:
         leasts = [hop.at(now) for hop in self._hops]
         if not all(map(math.isfinite, leasts)):
             return []
-        shares = list(ways)
+        count = len(leasts)
         heard = self._word.at(now)
+        shares = list(ways[:count]) or [0.0] * count
         if math.isfinite(heard):
-            total = max(0.0, sum(leasts) - heard + word)
+            # Around the ring by the hops, and back by the head's word: the clocks' differences cancel out.
+            around = max(0.0, sum(leasts) - heard)
+            total = around + ways[count] if ways else around * count / (count - 1)
             believed = sum(shares)
-            shares = (
-                [total * way / believed for way in shares]
-                if believed
-                else [total / len(shares)] * len(shares)
-            )
-        offsets = [0.0] * len(leasts)
+            shares = [total * way / believed for way in shares] if believed else [total / count] * count
+        offsets = [0.0] * count
         offset = 0.0
-        for stage in reversed(range(len(leasts))):
+        for stage in reversed(range(count)):
             offset += leasts[stage] - shares[stage]
             offsets[stage] = offset
         return offsets

@@ -679,12 +679,11 @@ class RingTelemetry:
         return drawn
 
     def _offsets(self, epoch: _Epoch, now: float) -> list[float]:
-        ways = [reported.round_trip / 2 for reported in self._reported[: epoch.stages]]
-        if not all(ways[:-1]):  # proportions need all of them
-            ways = [0.0] * epoch.stages
-        elif ways:
-            ways[-1] = self._bridge_ways[1]
-        return epoch.clocks.offsets(ways, self._bridge_ways[0], now)
+        head, tail = self._bridge_ways
+        # The tail's own round trip is that to the head; the timeline follows its batches to the bridge.
+        between = [reported.round_trip / 2 for reported in self._reported[: epoch.stages - 1]]
+        ways = [*between, tail, head]
+        return epoch.clocks.offsets(ways if all(ways) else (), now)
 
 
 def _newest(epoch: _Epoch) -> Iterator[_Passed]:
