@@ -1,14 +1,14 @@
 """Commands that only report answer at once, and import nothing heavy."""
 
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 from helpers_unit import environment, kvasir
 
 LIMIT_SECONDS = 0.3
-ATTEMPTS = 12  # the machine may be busy: the best of so many counts
+ATTEMPTS = 15  # a busy machine is slower now and then: the best counts
 
 HEAVY = (
     "libp2p",
@@ -30,10 +30,12 @@ def test_reports_are_quick(tmp_path, arguments):
         arguments = (*arguments, "--home", str(tmp_path))
     best = float("inf")
     for _ in range(ATTEMPTS):
-        began = time.perf_counter()
+        # Processor time: the command only computes, so on a machine that is not busy this is how long it takes.
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         result = kvasir(*arguments)
-        best = min(best, time.perf_counter() - began)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert result.returncode == 0, result.stderr
+        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         if best < LIMIT_SECONDS:
             break
     assert best < LIMIT_SECONDS
