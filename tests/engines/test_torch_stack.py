@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,8 @@ from kvasir_peer.engines.base import (
     estimate_stack,
 )
 from kvasir_peer.engines.torch_engine import make_bank, make_stack
-from kvasir_peer.engines.torch_weights import TorchOptions
+from kvasir_peer.engines.torch_experts import Experts
+from kvasir_peer.engines.torch_weights import TorchOptions, Weight
 from kvasir_peer.errors import EngineError, ModelFileError, UsageError
 from kvasir_peer.models.sources import GgufSource
 
@@ -123,6 +125,40 @@ def test_only_rows_that_want_an_output_get_logits(reference: Get) -> None:
         assert logits.shape == (2, tiny_models.VOCABULARY)
         none = stack.forward(Rows.of([0] * n, range(n), case.prompt, [False] * n), None)
         assert none.shape == (0, tiny_models.VOCABULARY)
+
+
+@pytest.mark.parametrize("name", ["qwen2moe", "gpt-oss", "deepseek-v3"])
+def test_rows_of_a_mixed_pass_go_through_each_linear_and_expert_once(
+    reference: Get, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linears: Counter[int] = Counter()
+    experts: Counter[tuple[int, int]] = Counter()
+    pairs = 0
+    linear, product = Weight.linear, Experts._product
+
+    def count_linear(weight: Weight, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        assert len(x) in (11, 1)  # all rows; the output only those that want one
+        linears[id(weight)] += 1
+        return linear(weight, x, bias)
+
+    def count_product(self: Experts, weight: Weight, rows: Any, chosen: Any, picked: Any, sizes: Any) -> Any:
+        nonlocal pairs
+        pairs += len(rows)
+        experts.update((id(weight), int(expert)) for expert in chosen)
+        return product(self, weight, rows, chosen, picked, sizes)
+
+    case = reference(name)
+    with GgufSource(case.path) as source:
+        stack = make_stack(source, spec(3))
+        prefill([stack], case.prompt[:6], slot=2)
+        monkeypatch.setattr(Weight, "linear", count_linear)
+        monkeypatch.setattr(Experts, "_product", count_product)
+        # Chunks of two prompts and a decode, in one pass.
+        slots, positions = [0] * 6 + [2] + [3] * 4, [*range(6), 6, *range(4)]
+        stack.forward(Rows.of(slots, positions, case.prompt[:11], [False] * 6 + [True] + [False] * 4), None)
+    assert set(linears.values()) == set(experts.values()) == {1}
+    mixtures = [layer.moe for layer in stack.shape.layers if layer.moe is not None]
+    assert pairs == sum(3 * 11 * moe.n_used for moe in mixtures)  # gate, up and down
 
 
 @pytest.mark.parametrize(
