@@ -32,6 +32,10 @@ Request = TypeVar("Request", ChatRequest, CompletionRequest)
 _PATH = re.compile(r"^(?P<what>.*) - at `(?P<path>[^`]*)`$", re.DOTALL)
 _FIELD = re.compile(r"^Object (?P<how>contains unknown|missing required) field `(?P<name>.*)`$", re.DOTALL)
 
+# How tokens are drawn for a client that says nothing about it. The whole distribution at temperature 1 (OpenAI's
+# default, which anything that is asked for brings back) makes small models ramble.
+UNASKED_SAMPLING = Sampling(temperature=0.8, top_p=0.95, min_p=0.05)
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -291,6 +295,8 @@ def _asked(
     if n * len(prompts) > MAX_CHOICES:
         raise ApiError(f"{len(prompts)} prompts with n = {n} are more than {MAX_CHOICES} answers", param="n")
     bias = _logit_bias(request, model)
+    chosen = (request.temperature, request.top_k, request.top_p, request.min_p, request.typical_p)
+    usual = UNASKED_SAMPLING if all(value is None for value in chosen) else Sampling()
     seed = secrets.randbits(64) if request.seed is None else request.seed % (1 << 64)
     generations: list[GenerationRequest] = []
     for prompt in prompts:
@@ -304,10 +310,10 @@ def _asked(
             raise _too_long(model, how, max_name)
         for k in range(n):
             sampling = Sampling(
-                temperature=_or(request.temperature, 1.0),
+                temperature=_or(request.temperature, usual.temperature),
                 top_k=max(0, _or(request.top_k, 0)),  # -1 also stands for "all"
-                top_p=_or(request.top_p, 1.0),
-                min_p=_or(request.min_p, 0.0),
+                top_p=_or(request.top_p, usual.top_p),
+                min_p=_or(request.min_p, usual.min_p),
                 typical_p=_or(request.typical_p, 1.0),
                 repetition_penalty=_or(request.repetition_penalty, 1.0),
                 presence_penalty=_or(request.presence_penalty, 0.0),

@@ -76,13 +76,13 @@ async def open_model(model: str, name: str, state: Path, report: Report) -> Brid
         from kvasir_peer.net.https_model import open_https_model
 
         remote = await open_https_model(model, state, progress=report, check=parse)
-        metadata, tensors, manifest, chunks = remote.metadata, remote.tensors, remote.manifest, remote
+        metadata, tensors, manifest = remote.metadata, remote.tensors, remote.manifest
+        chunks: ChunkBytes = remote
     else:
         gguf = await trio.to_thread.run_sync(lambda: GgufFile.open(Path(model).expanduser()))
         metadata, tensors = gguf.metadata, gguf.tensors
-        parse(
-            metadata, tensors
-        )  # an architecture that nobody here can compute is refused before the long work
+        # An architecture that nobody here can compute is refused before the long work.
+        parse(metadata, tensors)
         manifest = await trio.to_thread.run_sync(lambda: cached_manifest(gguf, state, progress=progress))
         chunks = ChunkSource(gguf, manifest)
     shape = parse(metadata, tensors)

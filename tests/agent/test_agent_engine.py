@@ -115,12 +115,12 @@ async def test_the_process_ends_with_its_owner() -> None:
 
 async def test_bad_orders_fail_by_name_and_leave_the_engine_working() -> None:
     async with open_engine() as engine:
-        with pytest.raises(ModelFileError, match="absent.gguf"):
+        with pytest.raises(ModelFileError, match=r"absent\.gguf"):
             await engine.load_stage(order(0, weights=GgufWeights(str(DATA / "absent.gguf"))))
-        with pytest.raises(ResourceError, match="need .* MB"):
+        with pytest.raises(ResourceError, match=r"need .* MB"):
             await engine.load_stage(order(0, memory_limit=100_000))
         await engine.load_stage(order(1))
-        with pytest.raises(WireError, match="boundary|tensor"):
+        with pytest.raises(WireError, match=r"boundary|tensor"):
             membership = compose([(1, 0, 1, 0, 1, 0, 2)], []).encode()
             await (await engine.submit(await engine.take_buffer(), membership, 12)).result()
         with pytest.raises(WireError, match="slot"):
