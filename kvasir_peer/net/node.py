@@ -50,6 +50,17 @@ class PeerEvent:
 
 
 @dataclass(frozen=True)
+class LinkTraffic:
+    """All links of one protocol since the node began, closed ones included; whole frames and their payload."""
+
+    links: int
+    frames_sent: int
+    frames_received: int
+    bytes_sent: int
+    bytes_received: int
+
+
+@dataclass(frozen=True)
 class NodeStatistics:
     """State of a node.
 
@@ -61,6 +72,7 @@ class NodeStatistics:
         connections: open ones.
         links: open ones.
         refused: links turned away, by protocol.
+        traffic: by protocol.
     """
 
     peer: str
@@ -70,6 +82,7 @@ class NodeStatistics:
     connections: tuple[ConnectionStatistics, ...]
     links: tuple[LinkStatistics, ...]
     refused: dict[str, int]
+    traffic: dict[str, LinkTraffic]
 
 
 class Node:
@@ -86,6 +99,7 @@ class Node:
         self.direct = direct
         self._links: set[Link] = set()
         self._refused: dict[str, int] = {}
+        self._closed_traffic: dict[str, LinkTraffic] = {}
         self._known: dict[str, tuple[maddr.Address, ...]] = {}
         self._dialling: dict[str, trio.Event] = {}
         self._callbacks: list[Callable[[PeerEvent], None]] = []
@@ -359,7 +373,12 @@ class Node:
 
     def _add(self, link: Link) -> None:
         self._links.add(link)
-        link.on_closed = self._links.discard
+        link.on_closed = self._link_closed
+
+    def _link_closed(self, link: Link) -> None:
+        if link in self._links:
+            self._links.discard(link)
+            _count_in(self._closed_traffic, link.statistics())
 
     def handle(
         self,
@@ -423,12 +442,28 @@ class Node:
 
     def statistics(self) -> NodeStatistics:
         """A snapshot."""
+        links = tuple(link.statistics() for link in self._links)
+        traffic = dict(self._closed_traffic)
+        for link in links:
+            _count_in(traffic, link)
         return NodeStatistics(
             self.peer_id,
             tuple(self.addresses()),
             self.host.statistics(),
             tuple(supervisor.statistics() for supervisor in self._supervisors.values()),
             tuple(connection.statistics() for connection in self.host.connections()),
-            tuple(link.statistics() for link in self._links),
+            links,
             dict(self._refused),
+            traffic,
         )
+
+
+def _count_in(traffic: dict[str, LinkTraffic], link: LinkStatistics) -> None:
+    so_far = traffic.get(link.protocol, LinkTraffic(0, 0, 0, 0, 0))
+    traffic[link.protocol] = LinkTraffic(
+        so_far.links + 1,
+        so_far.frames_sent + link.frames_sent,
+        so_far.frames_received + link.frames_received,
+        so_far.bytes_sent + link.bytes_sent,
+        so_far.bytes_received + link.bytes_received,
+    )

@@ -148,16 +148,20 @@ class RelayProcess:
     def _log(self) -> str:
         return (self.home / "relay.log").read_text()
 
-    async def start(self) -> RelayProcess:
-        """Start it and wait until it is ready."""
+    def start_blocking(self) -> RelayProcess:
+        """Start it and wait until it is ready, outside of trio."""
         self.process = self._spawn()
         assert self.process.stdout is not None
-        with trio.fail_after(60):
-            line = await trio.to_thread.run_sync(self.process.stdout.readline)
+        line = self.process.stdout.readline()
         assert line.startswith(b"/ip4/"), self._log()
         self.address = line.decode().strip()
         self.port = maddr.parse(self.address).port
         return self
+
+    async def start(self) -> RelayProcess:
+        """Start it and wait until it is ready."""
+        with trio.fail_after(60):
+            return await trio.to_thread.run_sync(self.start_blocking, abandon_on_cancel=True)
 
     def signal(self, number: int) -> None:
         """Send it a signal."""
