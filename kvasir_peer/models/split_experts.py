@@ -1,13 +1,22 @@
 """Re-lays a dense model's feed-forward neurons as experts, so that any dense model can be shared by volunteers.
 
 A feed-forward layer adds up what its hidden neurons give, so it can be cut into N slices of neurons whose sum is the
-layer. Each slice becomes two experts with the same weights, and a router chooses one of the two by the sign of a
-product of the row with a random vector: routing depends on the input, and yet exactly one copy of every slice is
-used. The router's weights are 1/N each, but for a small epsilon, so the factor N goes into the down projection.
+layer. There are two ways to make experts of them:
 
-No weight is requantised: blocks are copied, and N, a power of two, is multiplied into the blocks' scales, which is
-exact. In F32 the result differs from the dense model by the epsilon (7e-4 to 1.3e-3 of a logit's standard
-deviation at 1e-4) and the order of summation. The layout is Mixtral's (architecture ``llama`` with experts).
+- *all*: each slice is one expert, the router is zero, and all experts are used with weight 1/N each. In F32 the
+  result differs from the dense model by the order of summation alone.
+- *routed* (the usual way): each slice becomes two experts with the same weights, and a router chooses one of the two
+  by the sign of a product of the row with a random vector: routing depends on the input, and yet exactly one copy of
+  every slice is used. The weights are 1/N each, but for a small epsilon. In F32 the result differs by that epsilon
+  (7e-4 to 1.3e-3 of a logit's standard deviation at 1e-4).
+
+The weights of 1/N are made good by a factor in the down projection. No weight is requantised: blocks are copied, and
+the factor, a power of two, is multiplied into the blocks' scales, which is exact.
+
+The new file has the architecture that is the old one with experts: ``llama`` stays ``llama`` (Mixtral's layout),
+``qwen3`` becomes ``qwen3moe``, ``qwen2`` becomes ``qwen2moe``. The last one always has a shared expert beside the
+routed ones, gated by a sigmoid; it gets a few neurons of its own, and its gate is next to nothing, which weighs it
+1/2.
 """
 
 from __future__ import annotations
@@ -17,7 +26,7 @@ import secrets
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -130,59 +139,127 @@ def _scaled(raw: Raw, type_name: str, factor: int) -> Raw:
     return out
 
 
+class _Target(NamedTuple):
+    """The architecture that a dense one becomes.
+
+    Attributes:
+        architecture: its GGUF name.
+        renormalises: whether the weights of the chosen experts are made to sum to 1.
+        width_key: where the width of an expert stands.
+        shared: whether it has a shared expert.
+    """
+
+    architecture: str
+    renormalises: bool
+    width_key: str
+    shared: bool
+
+
+_TARGETS: Mapping[str, _Target] = {
+    "llama": _Target("llama", True, "feed_forward_length", False),
+    "qwen2": _Target("qwen2moe", False, "expert_feed_forward_length", True),
+    "qwen3": _Target("qwen3moe", True, "expert_feed_forward_length", False),
+}
+_SHARED_FACTOR = 2  # a gate of nothing is a weight of 1/2
+# Length of the shared expert's gate: less than float32 can tell from nothing beside 1/2, but not zero, because
+# llama.cpp computes the sigmoid as silu(x) / x.
+_SHARED_GATE = 1e-7
+
+_Pieces = Callable[[], Iterator[Raw]]
+
+
 class _Splitter:
-    def __init__(self, gguf: GgufFile, experts: int, epsilon: float, seed: int) -> None:
-        if gguf.architecture != "llama":
+    def __init__(self, gguf: GgufFile, experts: int, routed: bool, epsilon: float, seed: int) -> None:
+        if gguf.architecture not in _TARGETS:
             raise UsageError(
-                f"{gguf.path}: a model of architecture {gguf.architecture!r} cannot be split, only 'llama'"
+                f"{gguf.path}: a model of architecture {gguf.architecture!r} cannot be split, only "
+                f"{', '.join(map(repr, _TARGETS))}"
             )
-        slices = experts // 2
-        if experts % 2 or slices < 1 or slices & (slices - 1):
-            raise UsageError(f"--experts {experts}: give 2, 4, 8, 16, 32 … (two for each slice of neurons)")
+        copies = 2 if routed else 1
+        slices = experts // copies
+        if experts % copies or experts < 2 or slices & (slices - 1):
+            least = "2, 4, 8, 16, 32 …"
+            raise UsageError(
+                f"--experts {experts}: give {least}" + (" (two for each slice of neurons)" if routed else "")
+            )
         if any("_exps" in name for name in gguf.tensors):
             raise UsageError(f"{gguf.path} has experts already")
         if biased := [name for name in gguf.tensors if ".ffn_" in name and name.endswith(".bias")]:
             raise UsageError(f"{gguf.path}: {biased[0]} cannot be split among experts")
-        self.gguf, self.experts, self.slices = gguf, experts, slices
+        self.gguf, self.experts, self.slices, self.copies = gguf, experts, slices, copies
         self.epsilon, self.seed = epsilon, seed
-        self.width = int(str(gguf.metadata["llama.embedding_length"]))
-        self.hidden = int(str(gguf.metadata["llama.feed_forward_length"]))
-        for info in gguf.tensors.values():
-            if ".ffn_down." in info.name:
-                layout = GGML_TYPES[info.type]
-                if self.hidden % (slices * layout.elements):
-                    raise UsageError(
-                        f"{gguf.path}: {self.hidden} neurons in {layout.name} blocks of {layout.elements} cannot be "
-                        f"cut into {slices} slices: give fewer experts"
-                    )
+        self.target = _TARGETS[gguf.architecture]
+        self.width = int(str(gguf.metadata[f"{gguf.architecture}.embedding_length"]))
+        hidden = gguf.metadata[f"{gguf.architecture}.feed_forward_length"]
+        if not isinstance(hidden, int):
+            raise UsageError(f"{gguf.path}: its layers differ in width, so they cannot be split alike")
+        self.hidden = hidden
+        self.shared, self.share = self._cut()
+        # What makes good the weight of an expert.
+        self.factor = slices if self.target.renormalises else experts
+
+    def _cut(self) -> tuple[int, int]:
+        """Neurons of the shared expert, and neurons of each slice."""
+        layouts = [GGML_TYPES[info.type] for info in self.gguf.tensors.values() if ".ffn_down." in info.name]
+        largest = max(layouts, key=lambda layout: layout.elements)
+        block = largest.elements
+        if self.target.shared:
+            # Rows of floats may be of any length, but kernels like whole vectors of them.
+            step = max(block, 32) if self.hidden >= 32 * (self.slices + 1) else block
+            share = (self.hidden - block) // (self.slices * step) * step
+        else:
+            share = self.hidden // self.slices
+        shared = self.hidden - share * self.slices
+        if share < 1 or share % block or shared % block or (shared and not self.target.shared):
+            raise UsageError(
+                f"{self.gguf.path}: {self.hidden} neurons in {largest.name} blocks of {block} cannot be "
+                f"cut into {self.slices} slices: give fewer experts"
+            )
+        return shared, share
 
     def header_values(self, header: bytes) -> list[bytes]:
         """Keys and values of the new file, encoded."""
-        replaced = {
-            "llama.feed_forward_length": _uint32(self.hidden // self.slices),
-            "llama.expert_count": _uint32(self.experts),
-            "llama.expert_used_count": _uint32(self.slices),
+        old, new = self.gguf.architecture, self.target.architecture
+        values = {}
+        for key, value in _Values(header).items():
+            if not key.startswith("split."):
+                values[key.replace(f"{old}.", f"{new}.", 1) if key.startswith(f"{old}.") else key] = value
+        values |= {
+            "general.architecture": struct.pack("<I", _STRING) + _string(new),
+            f"{new}.{self.target.width_key}": _uint32(self.share),
+            f"{new}.expert_count": _uint32(self.experts),
+            f"{new}.expert_used_count": _uint32(self.slices),
         }
-        values = {
-            key: value for key, value in _Values(header).items() if not key.startswith("split.")
-        } | replaced
+        if self.target.shared:
+            values[f"{new}.expert_shared_feed_forward_length"] = _uint32(self.shared)
         return [_string(key) + value for key, value in values.items()]
 
-    def tensors(self) -> Iterator[tuple[str, tuple[int, ...], int, Callable[[], Iterator[Raw]]]]:
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...], int, _Pieces]]:
         """Name, shape (numpy order), type and bytes of each tensor of the new file."""
         for info in self.gguf.tensors.values():
             prefix, _, suffix = info.name.rpartition(".ffn_")
             if suffix in ("gate.weight", "up.weight"):
                 kind = suffix.removesuffix(".weight")
-                shape = (self.experts, self.hidden // self.slices, self.width)
+                shape = (self.experts, self.share, self.width)
                 yield f"{prefix}.ffn_{kind}_exps.weight", shape, info.type, self._rows(info)
+                if self.target.shared:
+                    name = f"{prefix}.ffn_{kind}_shexp.weight"
+                    yield name, (self.shared, self.width), info.type, self._shared_rows(info)
             elif suffix == "down.weight":
-                shape = (self.experts, self.width, self.hidden // self.slices)
+                shape = (self.experts, self.width, self.share)
                 yield f"{prefix}.ffn_down_exps.weight", shape, info.type, self._columns(info)
                 layer = int(prefix.removeprefix("blk."))
                 yield f"{prefix}.ffn_gate_inp.weight", (self.experts, self.width), 0, self._router(layer)
+                if self.target.shared:
+                    name = f"{prefix}.ffn_down_shexp.weight"
+                    yield name, (self.width, self.shared), info.type, self._shared_columns(info)
+                    yield f"{prefix}.ffn_gate_inp_shexp.weight", (self.width,), 0, self._shared_gate(layer)
             else:
                 yield info.name, info.shape, info.type, self._whole(info)
+        if self.target.shared and "output.weight" not in self.gguf.tensors:
+            # qwen2moe wants a matrix of its own, so a tied one is written a second time.
+            tied = self.gguf.tensors["token_embd.weight"]
+            yield "output.weight", tied.shape, tied.type, self._whole(tied)
 
     def _raw(self, info: TensorInfo) -> Raw:
         return np.frombuffer(self.gguf.tensor_view(info.name), np.uint8)
@@ -193,27 +270,58 @@ class _Splitter:
 
         return pieces
 
-    def _rows(self, info: TensorInfo) -> Callable[[], Iterator[Raw]]:
+    def _by_row(self, info: TensorInfo) -> Raw:
+        """Neurons are rows of gate and up: uint8 [hidden, row bytes]."""
+        return self._raw(info).reshape(self.hidden, -1)
+
+    def _rows(self, info: TensorInfo) -> _Pieces:
         def pieces() -> Iterator[Raw]:
-            yield self._raw(info)  # neurons are rows: slices lie one after the other already
-            yield self._raw(info)
+            for _ in range(self.copies):
+                yield self._by_row(info)[self.shared :].reshape(-1)  # slices lie one after the other already
 
         return pieces
 
-    def _columns(self, info: TensorInfo) -> Callable[[], Iterator[Raw]]:
+    def _shared_rows(self, info: TensorInfo) -> _Pieces:
+        def pieces() -> Iterator[Raw]:
+            yield self._by_row(info)[: self.shared].reshape(-1)
+
+        return pieces
+
+    def _block_columns(self, info: TensorInfo, begin: int, end: int, factor: int) -> Raw:
+        """Neurons are columns of down: those of neurons [begin, end), times a factor."""
         layout = GGML_TYPES[info.type]
-        count = self.hidden // self.slices // layout.elements  # blocks of a row that one slice has
+        blocks = self._raw(info).reshape(self.width, self.hidden // layout.elements, layout.n_bytes)
+        part = np.ascontiguousarray(blocks[:, begin // layout.elements : end // layout.elements])
+        return _scaled(part, layout.name, factor).reshape(-1)
 
+    def _columns(self, info: TensorInfo) -> _Pieces:
         def pieces() -> Iterator[Raw]:
-            blocks = self._raw(info).reshape(self.width, self.hidden // layout.elements, layout.n_bytes)
-            for number in [*range(self.slices), *range(self.slices)]:
-                part = np.ascontiguousarray(blocks[:, number * count : (number + 1) * count])
-                yield _scaled(part, layout.name, self.slices).reshape(-1)
+            for _ in range(self.copies):
+                for begin in range(self.shared, self.hidden, self.share):
+                    yield self._block_columns(info, begin, begin + self.share, self.factor)
 
         return pieces
 
-    def _router(self, layer: int) -> Callable[[], Iterator[Raw]]:
+    def _shared_columns(self, info: TensorInfo) -> _Pieces:
         def pieces() -> Iterator[Raw]:
+            yield self._block_columns(info, 0, self.shared, _SHARED_FACTOR)
+
+        return pieces
+
+    def _shared_gate(self, layer: int) -> _Pieces:
+        def pieces() -> Iterator[Raw]:
+            generator = np.random.default_rng([self.seed, layer, 1])
+            gate = generator.standard_normal(self.width, np.float32)
+            gate *= np.float32(_SHARED_GATE / self.width**0.5)
+            yield gate.view(np.uint8)
+
+        return pieces
+
+    def _router(self, layer: int) -> _Pieces:
+        def pieces() -> Iterator[Raw]:
+            if self.copies == 1:
+                yield np.zeros((self.experts, self.width), np.float32).view(np.uint8).reshape(-1)
+                return
             generator = np.random.default_rng([self.seed, layer])
             rows = generator.standard_normal((self.slices, self.width), np.float32)
             rows *= np.float32(self.epsilon / self.width**0.5)
@@ -227,6 +335,7 @@ def split_experts(
     target: Path,
     *,
     experts: int = 16,
+    routed: bool = True,
     epsilon: float = EPSILON,
     seed: int = 0,
     progress: Progress | None = None,
@@ -234,9 +343,10 @@ def split_experts(
     """Write a dense model again as one with experts.
 
     Args:
-        source: GGUF of architecture ``llama``, dense; may be split into parts.
+        source: GGUF of architecture ``llama``, ``qwen2`` or ``qwen3``, dense; may be split into parts.
         target: new GGUF, in one file; appears whole or not at all.
-        experts: two for each slice of neurons, so 2, 4, 8, …; half of them are used for each row.
+        experts: 2, 4, 8, …; routed, there are two for each slice of neurons and half are used for each row.
+        routed: whether routing depends on the input; else all experts are used for each row.
         epsilon: length of the router's vectors.
         seed: of the router's vectors.
         progress: told bytes written and bytes in all.
@@ -246,7 +356,7 @@ def split_experts(
         UsageError: it is not such a model, its neurons cannot be cut so, or the target cannot be written.
     """
     with GgufFile.open(source) as gguf:
-        splitter = _Splitter(gguf, experts, epsilon, seed)
+        splitter = _Splitter(gguf, experts, routed, epsilon, seed)
         alignment = int(str(gguf.metadata.get("general.alignment", 32)))
         with gguf.path.open("rb") as file:  # keys and values lie before the first tensor's bytes
             first = min(info.offset for info in gguf.tensors.values() if info.shard == 0)
