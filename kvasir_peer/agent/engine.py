@@ -59,9 +59,10 @@ class RoutedPass:
     """A pass that waits for the sums of its routed rows.
 
     Attributes:
-        job: what :meth:`Engine.resume` takes.
+        job: number of its order.
         buffer: of the arena; has the rows (:mod:`kvasir_peer.wire.experts`, f32), and takes the sums, f32.
         layer, rows, experts: what is routed.
+        context: as submitted with the batch.
     """
 
     job: int
@@ -69,6 +70,7 @@ class RoutedPass:
     layer: int
     rows: int
     experts: int
+    context: object = None
 
 
 class _Connection:
@@ -78,7 +80,7 @@ class _Connection:
         self.process = process
         self.stream = stream
         self.waiting: dict[int, tuple[trio.Event, list[msgspec.Struct]]] = {}
-        self.buffers: dict[int, int] = {}  # of the passes under way
+        self.buffers: dict[int, tuple[int, object]] = {}  # of the passes under way, and their context
         self.send_lock = trio.Lock()
         self.lost = False
 
@@ -190,18 +192,24 @@ class Engine:
         return answer
 
     async def submit(
-        self, buffer: int, membership: bytes, boundary_bytes: int, layers: tuple[int, ...] = ()
+        self,
+        buffer: int,
+        membership: bytes,
+        boundary_bytes: int,
+        layers: tuple[int, ...] = (),
+        context: object = None,
     ) -> PendingPass:
         """Hand a batch to the engine; it is computed after those submitted before.
 
         Args:
             layers: at which the routed rows go to :attr:`routed`; whoever takes them must resume the pass.
+            context: comes back with the routed rows.
         """
         job = next(self._jobs)
         connection = self._current()
         waiter = (trio.Event(), list[msgspec.Struct]())
         connection.waiting[job] = waiter
-        connection.buffers[job] = buffer
+        connection.buffers[job] = (buffer, context)
         await self._send(
             connection, orders.Pass(job, self._stage, buffer, membership, boundary_bytes, layers)
         )
@@ -223,9 +231,16 @@ class Engine:
         assert isinstance(answer, orders.ExpertsDone)
         return answer
 
-    async def resume(self, job: int) -> None:
-        """Go on with a pass whose sums lie in its buffer."""
-        await self._send(self._current(), orders.Resume(job))
+    async def resume(self, work: RoutedPass, sums: bytes | memoryview) -> None:
+        """Go on with a pass; nothing happens where it was given up meanwhile.
+
+        Args:
+            sums: f32 ``[rows, n_embd]``.
+        """
+        connection = self._current()
+        if work.job in connection.buffers:  # else the buffer may be another pass's by now
+            self.buffer(work.buffer)[: len(sums)] = sums
+            await self._send(connection, orders.Resume(work.job))
 
     def statistics(self) -> EngineStatistics:
         """A snapshot."""
@@ -278,9 +293,11 @@ class Engine:
                 report(message.done, message.total)
             return
         if isinstance(message, orders.Routed):
-            buffer = connection.buffers.get(message.job)
-            if buffer is not None:
-                self.routed(RoutedPass(message.job, buffer, message.layer, message.rows, message.experts))
+            known = connection.buffers.get(message.job)
+            if known is not None:
+                self.routed(
+                    RoutedPass(message.job, known[0], message.layer, message.rows, message.experts, known[1])
+                )
             return
         connection.buffers.pop(getattr(message, "job", 0), None)
         if isinstance(message, orders.PassDone):

@@ -18,7 +18,7 @@ most rows from the dispatch map, so each derives the same bound of a frame befor
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -59,10 +59,17 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True):
-    """The worker takes the link; ``ranges`` are (layer, lo, hi) that it holds, ``outstanding`` frames at once."""
+    """The worker takes the link.
+
+    Attributes:
+        ranges: (layer, lo, hi) that it holds.
+        outstanding: frames that it takes at once.
+        precision: ``exact`` where its engine computes with float32 activations, else ``fast``.
+    """
 
     ranges: tuple[tuple[int, int, int], ...]
     outstanding: int = MAX_OUTSTANDING
+    precision: Literal["exact", "fast"] = "exact"
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True):

@@ -1,0 +1,247 @@
+"""A coordinator: the whole model behind a set of slots, with continuous batching, and experts by volunteers under load.
+
+It composes batches with the same scheduler as a ring's head, a ring of one stage. Several passes are under way at once,
+so that one is computed while another waits for volunteers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import trio
+
+from kvasir_peer.errors import EngineError, WireError
+from kvasir_peer.experts.dispatch_policy import SlotReading
+from kvasir_peer.experts.dispatcher import Dispatcher, RowOrigins
+from kvasir_peer.serving.costs import CostModel, Line, StageTrace
+from kvasir_peer.serving.requests import Accepted, Emitted, Event, Finished, Request
+from kvasir_peer.serving.scheduler import Scheduler, SchedulerStatistics
+from kvasir_peer.wire import ring
+from kvasir_peer.wire.membership import FLAG_DECODE, FLAG_OUTPUT, compose
+
+if TYPE_CHECKING:
+    from kvasir_peer.agent.engine import Engine, PendingPass
+    from kvasir_peer.serving.batches import Batch
+    from kvasir_peer.serving.widths import Widths
+
+logger = logging.getLogger(__name__)
+
+IDLE_TICK = 1.0  # seconds between two looks at deadlines when nothing else happens
+FIRST_PASS = Line(0.01, 0.002)  # expected seconds of a pass, until some were measured
+
+Told = Callable[[tuple[ring.Output, ...], tuple[ring.Ended, ...]], None]
+
+
+@dataclass
+class _UnderWay:
+    batch: Batch
+    buffer: int
+    pending: PendingPass
+    sent: float
+
+
+@dataclass
+class Coordinator:
+    """Slots over a loaded engine. Use :meth:`run`.
+
+    Args:
+        engine: has the whole model loaded.
+        widths: slots, rows, batches in flight.
+        tell: gets tokens and ends of requests; must not block.
+        dispatcher: of the model's experts; None computes everything here.
+    """
+
+    engine: Engine
+    widths: Widths
+    tell: Told
+    dispatcher: Dispatcher | None = None
+    scheduler: Scheduler = field(init=False)
+    rewound_tokens: int = field(init=False, default=0)
+    rewound_requests: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.widths, CostModel([FIRST_PASS]))
+        self._wake = trio.Event()
+        depth = self.widths.max_in_flight
+        self._in: trio.MemorySendChannel[_UnderWay]
+        self._in, self._out = trio.open_memory_channel[_UnderWay](depth)
+        self._in_engine = 0
+
+    # -- what is asked --------------------------------------------------------------------------------------
+
+    def submit(self, message: ring.Submit) -> None:
+        """Take a request, or tell why not."""
+        now = trio.current_time()
+        request = Request(
+            message.request,
+            list(message.tokens),
+            message.max_tokens,
+            message.sampling,
+            frozenset(message.stop_tokens),
+            message.priority,
+            now + message.seconds_left if message.seconds_left > 0 else None,
+        )
+        answer = self.scheduler.submit(request, now)
+        if isinstance(answer, Accepted):
+            self._notify()
+            return
+        retry = answer.retry_after
+        reason = "error" if retry is None else "busy"
+        self.tell((), (ring.Ended(message.request, reason, answer.reason, retry or 0.0),))
+
+    def cancel(self, request: int) -> None:
+        """End a request without a word."""
+        self.scheduler.cancel(request, trio.current_time())
+        self._forget(request)
+        self._notify()
+
+    def slots(self) -> SlotReading:
+        """How busy it is: the interface that its own dispatcher and the bridge read."""
+        state = self.scheduler.statistics()
+        return SlotReading(state.live, state.slots, state.queued, trio.current_time())
+
+    def caught(self, peer: str, why: str, rewinds: Mapping[int, int]) -> None:
+        """A worker was found to lie: what used its unchecked rows is computed again.
+
+        Tokens that were given out stay; those are counted. What is on its way is dropped.
+        """
+        now = trio.current_time()
+        for request, position in rewinds.items():
+            try:
+                tokens = len(self.scheduler.tokens_of(request))
+            except KeyError:
+                continue
+            if not self.scheduler.rewind(request, min(position, tokens - 1), now):
+                continue
+            self.rewound_requests += 1
+            self.rewound_tokens += max(0, tokens - 1 - position)
+            if self.dispatcher is not None:
+                self.dispatcher.exposure.rewound(request, position)
+        if rewinds:
+            logger.warning("%d requests are computed again since %s lied: %s", len(rewinds), peer, why)
+        self._notify()
+
+    # -- computing ------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve until cancelled.
+
+        Raises:
+            EngineError: the engine died; what was loaded is gone, and all requests with it. :meth:`recover` goes on.
+        """
+        failure: EngineError | None = None
+        async with trio.open_nursery() as nursery:
+
+            async def guard(task: Callable[[], object]) -> None:
+                nonlocal failure
+                try:
+                    await task()  # type: ignore[misc]
+                except EngineError as error:
+                    failure = error
+                    nursery.cancel_scope.cancel()
+
+            nursery.start_soon(guard, self._compose)
+            nursery.start_soon(guard, self._collect)
+        if failure is not None:
+            raise failure
+
+    def recover(self) -> None:
+        """The engine has loaded the model again: all requests go on from their tokens."""
+        while True:
+            with contextlib.suppress(trio.WouldBlock):
+                self._out.receive_nowait()
+                continue
+            break
+        self._in_engine = 0
+        self.scheduler.on_lost(trio.current_time(), [False])
+
+    def _notify(self) -> None:
+        self._wake.set()
+
+    async def _compose(self) -> None:
+        while True:
+            self._wake = trio.Event()
+            now = trio.current_time()
+            self._ended(self.scheduler.tick(now))
+            while (batch := self.scheduler.next_batch(trio.current_time(), self._backlog())) is not None:
+                if batch.rows:
+                    await self._launch(batch)
+                else:
+                    self.scheduler.on_result(batch.seq, [], trio.current_time())
+            due = self.scheduler.next_deadline
+            wait = IDLE_TICK if due is None else min(IDLE_TICK, max(0.0, due - trio.current_time()))
+            with trio.move_on_after(wait):
+                await self._wake.wait()
+
+    def _backlog(self) -> int:
+        """Passes that the engine computes or has before it; those that wait for volunteers leave it free."""
+        waiting = self.dispatcher.under_way if self.dispatcher is not None else 0
+        return max(0, self._in_engine - waiting)
+
+    async def _launch(self, batch: Batch) -> None:
+        rows = [
+            (
+                row.request,
+                row.slot,
+                row.incarnation,
+                row.position,
+                row.token,
+                (FLAG_DECODE if row.phase == "decode" else 0) | (FLAG_OUTPUT if row.wants_output else 0),
+                1,
+            )
+            for row in batch.rows
+        ]
+        samplings = [r.sampling for r in batch.rows if r.wants_output and r.sampling is not None]
+        membership = compose(rows, samplings).encode()
+        layers = self.dispatcher.layers() if self.dispatcher is not None else ()
+        origins = None
+        if layers:
+            places = tuple((row.request, row.position) for row in batch.rows)
+            wanted = tuple((row.request, row.position) for row in batch.rows if row.wants_output)
+            origins = RowOrigins(places, wanted)
+        buffer = await self.engine.take_buffer()
+        self._in_engine += 1
+        pending = await self.engine.submit(buffer, membership, 0, layers, origins)
+        await self._in.send(_UnderWay(batch, buffer, pending, trio.current_time()))
+
+    async def _collect(self) -> None:
+        async for under_way in self._out:
+            try:
+                done = await under_way.pending.result()
+            except WireError as error:
+                raise EngineError(f"the engine refused a batch: {error}") from error
+            finally:
+                self._in_engine -= 1
+                self.engine.free_buffer(under_way.buffer)
+            outputs = [(o.request, o.token) for o in done.outputs]
+            trace = [StageTrace(done.held_ms / 1e3)]
+            now = trio.current_time()
+            events = self.scheduler.on_result(under_way.batch.seq, outputs, now, trace)
+            # Only what the scheduler has taken up: tokens of rewound or ended requests are dropped.
+            taken = {event.request for event in events if isinstance(event, Emitted)}
+            given = tuple(output for output in done.outputs if output.request in taken)
+            if given:
+                self.tell(given, ())
+            self._ended(events)
+            self._notify()
+
+    def _ended(self, events: list[Event]) -> None:
+        ended = []
+        for event in events:
+            if isinstance(event, Finished):
+                self._forget(event.request)
+                ended.append(ring.Ended(event.request, event.reason))
+        if ended:
+            self.tell((), tuple(ended))
+
+    def _forget(self, request: int) -> None:
+        if self.dispatcher is not None:
+            self.dispatcher.exposure.finished(request)
+
+    def statistics(self) -> SchedulerStatistics:
+        """The scheduler's."""
+        return self.scheduler.statistics()

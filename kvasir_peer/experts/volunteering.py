@@ -1,0 +1,197 @@
+"""Bodies of the market's routes: what volunteers, dispatchers and the bridge say to each other over HTTP (JSON)."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable
+
+import msgspec
+
+from kvasir_peer.errors import WireError
+
+MAX_WAIT = 50.0  # seconds that a poll is held at most
+MAX_BODY_BYTES = 256 << 10
+MAX_RANGES = 4096
+CLAIM_SECONDS = 120.0  # how far a claim's time may be from the bridge's: clocks of people's machines are off
+
+Range = tuple[int, int, int]
+_DOMAIN = b"kvasir expert coverage 1\0"
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """``POST /api/expert-volunteer``: an idle peer offers itself, or says how far its lease is.
+
+    Attributes:
+        secret: of the ticket, in hexadecimal; needed until the bridge has let the peer in.
+        memory, disk: bytes that it gives.
+        expansion: bytes of memory for each byte of the file, with its engine.
+        rate: row-expert pairs per second that it computes, as measured; 0 where it was not.
+        addresses: where it is reached.
+        device: for people, such as ``onnx cpu``.
+        model: only this model (name); empty for any.
+        held: ranges of the model that are on its disk already.
+        wait: seconds to hold the request while nobody is wanted.
+        lease, progress: of the lease that it works on: bytes fetched and loaded so far.
+        give_back: it can't do what the lease says.
+    """
+
+    secret: str = ""
+    memory: int = 0
+    disk: int = 0
+    expansion: float = 2.0
+    rate: float = 0.0
+    addresses: tuple[str, ...] = ()
+    device: str = ""
+    model: str = ""
+    held: tuple[Range, ...] = ()
+    wait: float = 0.0
+    lease: int = 0
+    progress: int = 0
+    give_back: bool = False
+
+
+class LeasedRange(msgspec.Struct, frozen=True):
+    """Experts ``[lo, hi)`` of a layer, and how scarce they were."""
+
+    layer: int
+    experts: tuple[int, int]
+    scarcity: float = 0.0
+
+
+class Source(msgspec.Struct, frozen=True):
+    """A peer that has chunks of the model."""
+
+    peer: str
+    addresses: tuple[str, ...] = ()
+
+
+class Given(msgspec.Struct, frozen=True):
+    """The answer: a lease, or why there is none.
+
+    Attributes:
+        expires_in: seconds until the lease ends without progress.
+        sources: where to fetch chunks, best first.
+    """
+
+    assigned: bool
+    why: str = ""
+    lease: int = 0
+    model: str = ""
+    manifest: str = ""
+    ranges: tuple[LeasedRange, ...] = ()
+    expires_in: float = 0.0
+    sources: tuple[Source, ...] = ()
+
+    @property
+    def triples(self) -> tuple[Range, ...]:
+        """The ranges as ``(layer, lo, hi)``, sorted."""
+        return tuple(sorted((r.layer, r.experts[0], r.experts[1]) for r in self.ranges))
+
+
+class Claim(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a worker signs: that it serves these experts, now.
+
+    Attributes:
+        bridge: whom it is for, so that it can't be shown elsewhere.
+        time: seconds since 1970.
+        leaving: it serves no more.
+    """
+
+    peer: str
+    bridge: str
+    time: float
+    model: str
+    lease: int
+    ranges: tuple[Range, ...]
+    addresses: tuple[str, ...] = ()
+    device: str = ""
+    rate: float = 0.0
+    leaving: bool = False
+
+
+class Coverage(msgspec.Struct, frozen=True):
+    """``POST /api/expert-coverage``: claim and signature in base64, and how long to hold the request."""
+
+    claim: str
+    signature: str
+    wait: float = 0.0
+    secret: str = ""
+
+
+class Wiring(msgspec.Struct, frozen=True):
+    """The answer: wired, or why not; ``retire``: free the memory and be idle."""
+
+    wired: bool
+    why: str = ""
+    retire: bool = False
+    expires_in: float = 0.0
+
+
+class MapAnswer(msgspec.Struct, frozen=True):
+    """``GET /api/dispatch-map``: the signed map in base64, and its version."""
+
+    version: int
+    map: str
+
+
+class Join(msgspec.Struct, frozen=True):
+    """``POST /api/coordinator``: a coordinator is there, or still there.
+
+    Attributes:
+        model: name; empty for the bridge's only one.
+        manifest: id of the model that it has loaded.
+        wait: seconds to hold the request; it is the heartbeat.
+    """
+
+    secret: str = ""
+    model: str = ""
+    manifest: str = ""
+    addresses: tuple[str, ...] = ()
+    wait: float = 0.0
+
+
+class Joined(msgspec.Struct, frozen=True):
+    """What the bridge serves, for a coordinator that has not loaded anything yet."""
+
+    model: str
+    manifest: str
+    sources: tuple[Source, ...] = ()
+
+
+_encoder = msgspec.msgpack.Encoder()
+_claims = msgspec.msgpack.Decoder(Claim)
+
+
+def sign_claim(
+    claim: Claim, sign: Callable[[bytes], bytes], *, wait: float = 0.0, secret: str = ""
+) -> Coverage:
+    """A claim ready to be posted."""
+    data = _encoder.encode(claim)
+    signature = sign(_DOMAIN + data)
+    return Coverage(base64.b64encode(data).decode(), base64.b64encode(signature).decode(), wait, secret)
+
+
+def check_claim(
+    coverage: Coverage, bridge: str, now: float, verify: Callable[[str, bytes, bytes], bool]
+) -> Claim:
+    """The claim that was signed by the peer it names, for this bridge, lately.
+
+    Raises:
+        WireError: ``malformed``, ``signature``, ``stranger`` (for another bridge), or ``stale``.
+    """
+    try:
+        data = base64.b64decode(coverage.claim, validate=True)
+        signature = base64.b64decode(coverage.signature, validate=True)
+        claim = _claims.decode(data)
+    except (binascii.Error, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError("malformed", f"the coverage claim does not parse: {error}") from None
+    if len(claim.ranges) > MAX_RANGES or len(claim.addresses) > 16 or len(claim.device) > 128:
+        raise WireError("oversize", "the coverage claim is too large")
+    if not verify(claim.peer, signature, _DOMAIN + data):
+        raise WireError("signature", f"the coverage claim is not signed by {claim.peer[:80]}")
+    if claim.bridge != bridge:
+        raise WireError("stranger", "the coverage claim is for another bridge")
+    if not abs(claim.time - now) <= CLAIM_SECONDS:
+        raise WireError("stale", "the coverage claim is of another time; is a clock wrong?")
+    return claim
