@@ -18,7 +18,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvasir_peer.api.errors import ApiError
 
 MAX_BODY_BYTES = 4 << 20  # a prompt of 128 Ki tokens is some 600 KB of text
-OPEN_PATHS = frozenset(("/health",))  # that need no key
+# What needs no key: whether the server lives, and the dashboard's own files, which hold nothing of the swarm. A
+# browser cannot send a key with an address that is typed in; the page asks for one, and sends it with all it reads.
+OPEN_PATHS = frozenset(
+    (
+        "/health",
+        "/",
+        "/static/dashboard.css",
+        "/static/dashboard.js",
+        "/static/timeline.js",
+        "/static/icon.svg",
+    )
+)
 
 
 class BodyTooLarge(ApiError):

@@ -7,15 +7,19 @@ nobody is anybody, so routes on which a peer acts for itself answer 403 there.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvasir_peer.errors import NotReadyError, RefusedError
+from kvasir_peer.api import timeline
+from kvasir_peer.errors import NotReadyError, RefusedError, UsageError
 from kvasir_peer.ring.volunteering import MAX_BODY_BYTES, MAX_WAIT, Orders, Report
+
+if TYPE_CHECKING:
+    from kvasir_peer.ring.telemetry import Timeline
 
 PEER_KEY = "kvasir_peer"  # of the ASGI scope
 _MANIFEST_TYPE = "application/vnd.kvasir.manifest"
@@ -38,6 +42,10 @@ class SwarmService(Protocol):
 
     def ring_status(self, model: str) -> Mapping[str, Any]:
         """Plan, state and figures of a model's ring (by name or manifest id); KeyError for an unknown model."""
+        ...
+
+    def ring_timeline(self, model: str, seconds: float, after: int) -> Timeline:
+        """The last seconds of a model's ring, batches with a higher number than ``after``; KeyError as above."""
         ...
 
     def models_status(self) -> list[Mapping[str, Any]]:
@@ -109,6 +117,19 @@ def swarm_routes(service: SwarmService) -> list[Route]:
         except NotReadyError as problem:
             return error(503, str(problem))
 
+    async def ring_timeline(request: Request) -> Response:
+        model = request.path_params["model"]
+        try:
+            seconds, after = timeline.asked(
+                request.query_params.get("seconds"), request.query_params.get("after")
+            )
+            found = service.ring_timeline(model, seconds, after)
+        except UsageError as problem:
+            return error(400, str(problem))
+        except KeyError:
+            return error(404, f"no model {model[:80]!r} here")
+        return Response(msgspec.json.encode(timeline.to_json(found)), media_type="application/json")
+
     async def rings(request: Request) -> Response:
         return JSONResponse({"models": service.models_status()})
 
@@ -117,5 +138,6 @@ def swarm_routes(service: SwarmService) -> list[Route]:
         Route("/api/manifest/{model}", manifest, methods=["GET"]),
         Route("/api/manifest/{model}/{page}", manifest, methods=["GET"]),
         Route("/api/ring", rings, methods=["GET"]),
+        Route("/api/ring/{model:path}/timeline", ring_timeline, methods=["GET"]),
         Route("/api/ring/{model:path}", ring, methods=["GET"]),
     ]

@@ -10,7 +10,7 @@ Interval = tuple[float, float]
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """The moments that are in any of ``intervals`` (in any order; empty and reversed ones hold none)."""
     joined: list[Interval] = []
-    for start, end in sorted(interval for interval in intervals if interval[0] < interval[1]):
+    for start, end in sorted([interval for interval in intervals if interval[0] < interval[1]]):
         if joined and start <= joined[-1][1]:
             if end > joined[-1][1]:
                 joined[-1] = (joined[-1][0], end)
@@ -21,8 +21,11 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 def clip(intervals: Iterable[Interval], low: float, high: float) -> list[Interval]:
     """The part of ``intervals`` between ``low`` and ``high``."""
-    clipped = ((max(start, low), min(end, high)) for start, end in intervals)
-    return [(start, end) for start, end in clipped if start < end]
+    return [
+        (start if start > low else low, end if end < high else high)
+        for start, end in intervals
+        if start < high and end > low
+    ]
 
 
 def without(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:

@@ -24,8 +24,14 @@ from kvasir_peer.ring import stage_market as market
 from kvasir_peer.ring.offers import ModelNeeds, StageOffer, Wishes
 from kvasir_peer.ring.plan import Plan, PlanStage, sign_plan
 from kvasir_peer.ring.requests import RingRequests
-from kvasir_peer.ring.telemetry import RingState, RingTelemetry, RingWindow, Timeline
-from kvasir_peer.ring.volunteering import Orders, Report, Source
+from kvasir_peer.ring.telemetry import (
+    RingState,
+    RingStatistics,
+    RingTelemetry,
+    RingWindow,
+    Timeline,
+)
+from kvasir_peer.ring.volunteering import Orders, Report, Source, StageFigures
 from kvasir_peer.serving.widths import Widths
 from kvasir_peer.wire import ring
 
@@ -87,6 +93,29 @@ def needs_of(manifest: Manifest, shape: ModelShape) -> ModelNeeds:
         tail_bytes=root.page("tail").n_bytes + (head if root.tied else 0),
         kv_bytes=KV_VALUE_BYTES * max(sum(layer.attention.cache_widths) for layer in shape.layers),
     )
+
+
+@dataclass(frozen=True)
+class RingOverview:
+    """How a ring stands.
+
+    Attributes:
+        state: in a name and in words.
+        window: the last seconds.
+        totals: counters since the bridge started.
+        epoch: of the plan, 0 without one.
+        peers: that offer themselves now, stages included.
+        refused_peers: polls without a good ticket.
+        figures: what each stage's peer last said of itself.
+    """
+
+    state: RingState
+    window: RingWindow
+    totals: RingStatistics
+    epoch: int
+    peers: int
+    refused_peers: int
+    figures: tuple[StageFigures | None, ...]
 
 
 class RingManager:
@@ -478,6 +507,20 @@ class RingManager:
             return RingState("", None, None, self.missing())
         return self.telemetry.state(window, self.requests.statistics().active)
 
+    def statistics(self) -> RingOverview:
+        """A snapshot."""
+        plan, window = self._plan, self._window()
+        reports = [self._reports.get(stage.peer) for stage in plan.stages] if plan else []
+        return RingOverview(
+            self._ring_state(window),
+            window,
+            self.telemetry.statistics(),
+            plan.epoch if plan else 0,
+            len(self._market.members),
+            self._refused,
+            tuple(report.figures if report else None for report in reports),
+        )
+
     def timeline(self, seconds: float, after: int) -> Timeline:
         """The last seconds of the ring, for ``GET /api/ring/{model}/timeline``."""
         self._note_bridge_links()
@@ -510,6 +553,7 @@ class RingManager:
             "peer": peer,
             "role": order.kind,
             "slice": order.slice,
+            "loaded": report.offer.loaded,
             "state": report.state,
             "why": order.why,
         }

@@ -504,7 +504,7 @@ class RingTelemetry:
             return RingWindow(0.0, 0.0, 0.0, 0.0, 0, 0.0, 0.0, ())
         span = max(1e-3, min(seconds, now - epoch.began))
         offsets = self._offsets(epoch, now)
-        recent = [passed for passed in _newest(epoch) if passed.returned > now - span]
+        recent = list(_since(epoch, now - span, -1))
         trips = sorted(p.returned - p.composed for p in recent if p.composed is not None)
         in_flight = len(epoch.announced)
         return RingWindow(
@@ -540,18 +540,22 @@ class RingTelemetry:
         held: list[intervals.Interval] = []
         waited: list[intervals.Interval] = []
         passes: list[ring.StageTrace] = []
-        for passed in _newest(epoch):
-            if passed.departed[stage] < low:
+        last = stage + 1 == epoch.stages
+        for passed in reversed(epoch.batches):
+            gone = passed.departed[stage]
+            if gone < low:
                 break
-            held.append((passed.starts[stage], passed.ends[stage]))
-            there = passed.arrived[stage + 1] if stage + 1 < epoch.stages else passed.returned
-            waited.append((passed.departed[stage], there - least))
-            if low < passed.ends[stage] <= high:
+            end = passed.ends[stage]
+            held.append((passed.starts[stage], end))
+            there = (passed.returned if last else passed.arrived[stage + 1]) - least
+            if there > gone:
+                waited.append((gone, there))
+            if low < end <= high:
                 passes.append(passed.trace[stage])
         span = high - low
         busy = intervals.union(intervals.clip(held, low, high))
-        link = intervals.union(intervals.clip(waited, low, high))
         held_share = intervals.length(busy) / span
+        link = intervals.union(intervals.clip(waited, low, high))
         blocked = intervals.length(intervals.without(link, busy)) / span
         count = len(passes)
         return StageWindow(
@@ -686,12 +690,8 @@ class RingTelemetry:
         return epoch.clocks.offsets(ways if all(ways) else (), now)
 
 
-def _newest(epoch: _Epoch) -> Iterator[_Passed]:
-    return reversed(epoch.batches)
-
-
 def _since(epoch: _Epoch, since: float, after: int) -> Iterator[_Passed]:
-    for passed in _newest(epoch):
+    for passed in reversed(epoch.batches):
         if passed.returned <= since or passed.number <= after:
             return
         yield passed

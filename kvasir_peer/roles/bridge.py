@@ -20,11 +20,14 @@ from kvasir_peer import identity
 from kvasir_peer.agent.chunk_transfer import serve_chunks
 from kvasir_peer.agent.loop_lag import LoopLag
 from kvasir_peer.api import openai
+from kvasir_peer.api.dashboard import JoinInfo, dashboard_routes
+from kvasir_peer.api.metrics import BridgeStatistics, metrics_routes
 from kvasir_peer.api.swarm import swarm_routes
 from kvasir_peer.errors import SettingsError
 from kvasir_peer.net.node import Node
 from kvasir_peer.progress import Progress, Report
 from kvasir_peer.ring.manager import RingManager, RingSettings
+from kvasir_peer.ring.telemetry import Timeline
 from kvasir_peer.ring.volunteering import Orders
 from kvasir_peer.ring.volunteering import Report as StageReport
 from kvasir_peer.roles.served_model import BridgeModel, open_model
@@ -41,9 +44,14 @@ DRAIN_SECONDS = 3.0  # for open answers when the bridge is told to end
 class Bridge:
     """One bridge: what its routes and its OpenAI API ask for."""
 
-    def __init__(self, model: BridgeModel, manager: RingManager) -> None:
+    def __init__(
+        self, model: BridgeModel, manager: RingManager, node: Node, lag: LoopLag, ticket: Ticket
+    ) -> None:
         self.model = model
         self.manager = manager
+        self._node = node
+        self._lag = lag
+        self._ticket = ticket
         self._started = int(time.time())
 
     # -- swarm routes ---------------------------------------------------------------------------------------
@@ -69,9 +77,45 @@ class Bridge:
             raise KeyError(model)
         return {"model": self.model.name, "manifest": self.model.manifest.id, **self.manager.status()}
 
+    def ring_timeline(self, model: str, seconds: float, after: int) -> Timeline:
+        """See :class:`~kvasir_peer.api.swarm.SwarmService`."""
+        if model not in (self.model.name, self.model.manifest.id):
+            raise KeyError(model)
+        return self.manager.timeline(seconds, after)
+
     def models_status(self) -> list[Mapping[str, Any]]:
         """See :class:`~kvasir_peer.api.swarm.SwarmService`."""
         return [{"model": self.model.name, "manifest": self.model.manifest.id, "state": self.manager.state}]
+
+    # -- pages ----------------------------------------------------------------------------------------------
+
+    def statistics(self) -> BridgeStatistics:
+        """See :class:`~kvasir_peer.api.metrics.MetricsService`."""
+        overview = self.manager.statistics()
+        return BridgeStatistics(
+            model=self.model.name,
+            started=self._started,
+            serving=self.ready(),
+            state=overview.state,
+            epoch=overview.epoch,
+            peers=overview.peers,
+            refused_peers=overview.refused_peers,
+            ring=overview.totals,
+            window=overview.window,
+            figures=overview.figures,
+            requests=self.manager.requests.statistics(),
+            node=self._node.statistics(),
+            lag=self._lag.statistics(),
+        )
+
+    def ready(self) -> bool:
+        """See :class:`~kvasir_peer.api.metrics.MetricsService`."""
+        return self.manager.requests.attached
+
+    def join_info(self) -> JoinInfo:
+        """See :class:`~kvasir_peer.api.dashboard.DashboardService`."""
+        ticket = self._ticket
+        return JoinInfo(ticket.swarm, ticket.ordered_roles(), ticket.expires, len(ticket.relays))
 
     # -- OpenAI ---------------------------------------------------------------------------------------------
 
@@ -213,7 +257,7 @@ async def run_bridge(
             manager = RingManager(
                 node, model.manifest, model.shape, ring_settings, sign=me.sign, report=report, lag=lag
             )
-            bridge = Bridge(model, manager)
+            bridge = Bridge(model, manager, node, lag, invitation.ticket)
             node.serve_http(Starlette(routes=swarm_routes(bridge)))
             node.handle(ring.PROTOCOL, ring.MAX_OPENING_FRAME, manager.take_link)
             node.handle(
@@ -225,7 +269,10 @@ async def run_bridge(
             port = listener.getsockname()[1]
             host = f"[{settings.host}]" if ":" in settings.host else settings.host
             app = openai.create_app(
-                bridge, keys=settings.api_keys, routes=swarm_routes(bridge), host=settings.host
+                bridge,
+                keys=settings.api_keys,
+                routes=[*metrics_routes(bridge), *dashboard_routes(bridge), *swarm_routes(bridge)],
+                host=settings.host,
             )
             async with trio.open_nursery() as nursery:
                 stop = trio.Event()
