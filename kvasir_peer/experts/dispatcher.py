@@ -575,7 +575,13 @@ class Dispatcher:
                     self._counts["refused_sums"] += 1
             if found is None:
                 now = trio.current_time()
-                known.state = policy.failed(known.state, pairs, now)
+                breaker = known.state.breaker
+                if breaker.state(now) == "open" and not breaker.trial:
+                    # It is out already for what went wrong: frames that were under way with that are no news.
+                    left = max(0, known.state.outstanding - pairs)
+                    known.state = dataclasses.replace(known.state, outstanding=left)
+                else:
+                    known.state = policy.failed(known.state, pairs, now)
                 self._log.append(f"{now:.2f} {known.entry.peer}: {reason}")
         return found
 

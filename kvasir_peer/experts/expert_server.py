@@ -118,11 +118,10 @@ class ExpertServer:
 
     async def take_link(self, link: Link) -> None:
         """Serve one dispatcher until it leaves."""
-        try:
-            bounds = await self._welcome(link)
-        except WireError:
+        bounds = await self._welcome(link)
+        if bounds is None:
             self._refused += 1
-            raise
+            return
         self._links.add(link)
         try:
             async with trio.open_nursery() as nursery:
@@ -145,7 +144,8 @@ class ExpertServer:
         except LinkError as gone:
             logger.debug("a refusal was not heard: %s", gone)
 
-    async def _welcome(self, link: Link) -> Bounds:
+    async def _welcome(self, link: Link) -> Bounds | None:
+        """What the link may carry; None for a dispatcher that is refused and has been told why."""
         with trio.move_on_after(HELLO_SECONDS) as scope:
             hello, _ = experts.OPENING.decode(await link.receive())
         if scope.cancelled_caught or not isinstance(hello, experts.Hello):
@@ -161,8 +161,9 @@ class ExpertServer:
             code = "bounds"
             refusal = f"frames of {hello.max_rows} rows in {hello.dtype} are not what the dispatch map says"
         if current is None or refusal:
+            logger.info("%s is refused (%s): %s", link.remote_peer, code, refusal)
             await link.send(experts.OPENING.encode(experts.Refusal(code, refusal)))
-            raise WireError(code, refusal, peer=link.remote_peer)
+            return None
         bounds = Bounds(current.n_embd, hello.dtype, hello.max_rows, current.experts)
         welcome = experts.Welcome(self._ranges, experts.MAX_OUTSTANDING, self._precision)
         link.max_frame = bounds.rows_frame

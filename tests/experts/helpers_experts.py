@@ -16,7 +16,7 @@ from kvasir_peer.agent.engine import Engine, open_engine
 from kvasir_peer.engines.orders import ArenaShape, GgufWeights, LoadBank, LoadStage
 from kvasir_peer.experts.coordinator import Coordinator
 from kvasir_peer.experts.dispatch_map import DispatchMap, MapDispatcher, MapWorker
-from kvasir_peer.experts.dispatch_policy import DispatchSettings, SlotReading
+from kvasir_peer.experts.dispatch_policy import DEFAULT_SETTINGS, DispatchSettings, SlotReading
 from kvasir_peer.experts.dispatcher import Dispatcher, DispatcherConfig
 from kvasir_peer.experts.expert_server import ExpertServer
 from kvasir_peer.net.node import Node
@@ -191,6 +191,13 @@ class Texts:
                 await self.news.wait()
 
 
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Until a condition holds that nothing announces."""
+    with trio.fail_after(seconds):
+        while not condition():  # noqa: ASYNC110
+            await trio.sleep(0.02)
+
+
 @dataclass
 class Running:
     """A coordinator under test."""
@@ -215,9 +222,8 @@ class Running:
             workers=tuple(entry(one) for one in workers), dispatchers=(MapDispatcher(self.node.peer_id),)
         )
         self.dispatcher.follow(value)
-        with trio.fail_after(seconds):
-            while proven and not all(w.proven for w in self.dispatcher.statistics().workers):
-                await trio.sleep(0.02)
+        if proven:
+            await until(lambda: all(w.proven for w in self.dispatcher.statistics().workers), seconds)
 
 
 @asynccontextmanager
@@ -227,7 +233,7 @@ async def coordinator(
     engine: str = "onnx",
     remote: str = "auto",
     mode: str = "sampled",
-    settings: DispatchSettings = DispatchSettings(),
+    settings: DispatchSettings = DEFAULT_SETTINGS,
     slots: int = 8,
     load: Callable[[], int] | None = None,
     **order: object,

@@ -102,8 +102,11 @@ async def test_own_experts_compute_a_part_and_passes_of_a_replaced_stage_are_giv
         async with trio.open_nursery() as nursery:
             Elsewhere(engine, [engine], nursery)
             assert await continue_text(engine, 0, case, (1, 3), 8) == case["ids"][:8]
-        engine.routed = lambda rows: None
+        stopped = trio.Event()
+        engine.routed = lambda rows: stopped.set()
         pending = await engine.submit(await engine.take_buffer(), rows_of(0, case["prompt_ids"], 0), 0, (0,))
+        with trio.fail_after(20):
+            await stopped.wait()
         await engine.load_stage(stage_order())
         with pytest.raises(EngineError, match="replaced"):
             await pending.result()
