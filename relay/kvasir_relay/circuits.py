@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import trio
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 # model sends 16 KB per token and hop, some hundred tokens a second at best; a prefill fills what the line gives.
 SPARSE_BYTES_PER_SECOND = 2_000_000
 SPARSE_BURST_BYTES = 128 * 1024
-
-# A piece smaller than this is copied when it is queued: as a view it would keep the whole encrypted message it came
-# in (up to 64 KiB) in memory, so that a peer could make the relay hold many times its window.
-COPY_BELOW_BYTES = 16 * 1024
 
 _DECODE, _PREFILL = int(Priority.DECODE), int(Priority.PREFILL)
 
@@ -93,6 +89,8 @@ class Flow:
 
     def receive(self, data: memoryview) -> None:
         """Bytes came."""
+        if self._circuit.reason:
+            return
         if self._to.closed:  # reset by its peer after a half-close, of which nobody is told
             self._circuit.end("peer_left")
             return
@@ -105,7 +103,9 @@ class Flow:
             self._sample = (self.carried, now)
         self.carried += n
         self.queued += n
-        self._queue.append(data if n >= COPY_BELOW_BYTES else memoryview(bytes(data)))
+        # A view keeps the whole encrypted message that it came in (up to 64 KiB) in memory: a small part of one is
+        # copied, so that nobody makes the relay hold much more than his window.
+        self._queue.append(data if 2 * n >= len(data.obj) else memoryview(bytes(data)))  # type: ignore[arg-type]
         if self._circuit.carry(n, self._direction):
             self._forward()
 
@@ -165,6 +165,7 @@ class Flow:
                 queue[0] = data[n:]
                 count = limit
         self.queued -= count
+        self._circuit.buffers.release(count)
         self._left += count
         sample = self._sample
         if sample is not None and self._left > sample[0]:
@@ -186,10 +187,40 @@ class Flow:
     def drop(self) -> None:
         """Forget what is queued."""
         self._queue.clear()
+        self._circuit.buffers.release(self.queued)
         self.queued = 0
 
 
 TO_TARGET, TO_SOURCE = 0, 1
+
+
+class Buffers:
+    """Bytes that wait in all circuits, within a bound.
+
+    Slow receivers make bytes wait, and windows grow on long lines. When all together are more than the bound, the
+    circuit with the most waiting is ended: that is the one whose receiver stands still while its sender pours.
+
+    Args:
+        circuits: those that live.
+        bound: bytes; 0 for none. May be changed.
+    """
+
+    def __init__(self, circuits: Collection[Circuit], bound: int) -> None:
+        self._circuits = circuits
+        self.bound = bound
+        self.held = 0
+
+    def take(self, n: int) -> None:
+        """``n`` more bytes wait."""
+        self.held += n
+        if self.bound and self.held > self.bound:
+            largest = max(self._circuits, key=lambda circuit: circuit.queued, default=None)
+            if largest is not None:
+                largest.end("buffer_bytes")
+
+    def release(self, n: int) -> None:
+        """``n`` bytes have left, or were dropped."""
+        self.held -= n
 
 
 class Circuit:
@@ -198,7 +229,7 @@ class Circuit:
     Args:
         peers: source and target, as bytes; the same peer once only.
         source, target: their streams, past all negotiation.
-        ledger, shaper, counters: the relay's books.
+        ledger, shaper, counters, buffers: the relay's books.
         max_bytes: both directions together; 0 for no limit.
         on_end: called once, with the reason: ``closed`` when both sides ended properly.
 
@@ -216,12 +247,14 @@ class Circuit:
         ledger: Ledger,
         shaper: Shaper,
         counters: Counters,
+        buffers: Buffers,
         max_bytes: int,
         on_end: Callable[[Circuit], None],
     ) -> None:
         self.peers = peers
         self.shaper = shaper
         self.counters = counters
+        self.buffers = buffers
         self.reason = ""
         self.ended = trio.Event()
         self.active_at = trio.current_time()
@@ -264,13 +297,17 @@ class Circuit:
         """Bytes, both directions together."""
         return self.flows[0].carried + self.flows[1].carried
 
+    @property
+    def queued(self) -> int:
+        """Bytes that wait here, both directions together."""
+        return self.flows[0].queued + self.flows[1].queued
+
     def carry(self, n: int, direction: int) -> bool:
         """Count bytes that arrived; False when they ended the circuit, because a limit is used up."""
-        if self.reason:
-            return False
         now = trio.current_time()
         self.active_at = now
         self.counters.carried(direction, n)
+        self.buffers.take(n)
         try:
             self._ledger.carry(self.peers, n, now)
         except LimitError as error:
@@ -278,8 +315,7 @@ class Circuit:
             return False
         if self._max_bytes and self.carried > self._max_bytes:
             self.end("circuit_bytes")
-            return False
-        return True
+        return not self.reason
 
     def half_closed(self) -> None:
         """One direction has ended properly and everything in it is on its way."""

@@ -216,6 +216,11 @@ class Limits:
     circuit_time: float = _key(0.0, parse_seconds, "How long one circuit may live.")
     circuit_idle_time: float = _key(0.0, parse_seconds, "How long one circuit may carry nothing.")
     circuit_bytes: int = _key(0, _size, "Bytes that one circuit may carry, both directions together.")
+    buffer_bytes: int = _key(
+        256 * _MIB,
+        _size,
+        "Bytes that may wait in all circuits; beyond, the circuit with the most waiting ends.",
+    )
     peer_bytes: int = _key(0, _size, "Bytes that one peer's circuits may carry within peer-bytes-time.")
     peer_bytes_time: float = _key(86400.0, parse_seconds, "The time that peer-bytes is for.")
     month_bytes: int = _key(0, _size, "Bytes that the relay may carry in a calendar month (UTC).")

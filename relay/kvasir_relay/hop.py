@@ -23,7 +23,7 @@ import trio
 from kvasir_peer.errors import LinkError, WireError
 from kvasir_peer.net.yamux import MuxedStream
 from kvasir_relay import messages
-from kvasir_relay.circuits import Circuit
+from kvasir_relay.circuits import Buffers, Circuit
 from kvasir_relay.limits import LimitError
 from kvasir_relay.members import Member, Reservation
 from kvasir_relay.messages import Status
@@ -48,6 +48,7 @@ class HopService:
         self._relay = relay
         self.reservations: dict[bytes, Reservation] = {}
         self.circuits: set[Circuit] = set()
+        self.buffers = Buffers(self.circuits, relay.config.limits.buffer_bytes)
 
     async def handle(self, member: Member, stream: MuxedStream) -> None:
         """One request. Raises LinkError when the stream is lost."""
@@ -172,6 +173,7 @@ class HopService:
                 ledger=relay.ledger,
                 shaper=relay.shaper,
                 counters=relay.counters,
+                buffers=self.buffers,
                 max_bytes=limits.circuit_bytes,
                 on_end=lambda ended: self._ended(ended, member, target),
             )

@@ -62,6 +62,7 @@ class RelayCollector(Collector):
         yield gauge("reservations", "Reservations held.", ledger.reservations)
         yield gauge("circuits", "Circuits open.", ledger.circuits)
         yield gauge("month_bytes", "Bytes carried in this calendar month (UTC).", ledger.month_bytes)
+        yield gauge("buffered_bytes", "Bytes that wait in circuits.", s.buffered_bytes)
         yield gauge("waiting_flows", "Directions of circuits that wait for bandwidth.", s.shaper.waiting)
         yield gauge("loop_lag_seconds", "By how much the last tick of the event loop was late.", s.loop_lag)
         yield counter("connections_accepted", "Connections accepted.", counters.connections)

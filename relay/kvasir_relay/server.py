@@ -55,6 +55,7 @@ class RelayStatistics:
         draining: whether it is on its way out.
         peers: different peers connected.
         ledger, counters, shaper: what is held, counted and limited.
+        buffered_bytes: waiting in circuits.
         loop_lag: seconds by which the last tick came too late.
     """
 
@@ -63,6 +64,7 @@ class RelayStatistics:
     ledger: LedgerStatistics
     counters: CountersStatistics
     shaper: ShaperStatistics
+    buffered_bytes: int
     loop_lag: float
 
 
@@ -155,6 +157,7 @@ class Relay:
         self._revoked = revoked
         self.ledger.change(config.limits, now)
         self.shaper.change(config.bandwidth, now)
+        self.hop.buffers.bound = config.limits.buffer_bytes
         for circuit in self.hop.circuits:
             circuit.reshape()
         self.announce()
@@ -234,6 +237,7 @@ class Relay:
             due = max(due + TICK_SECONDS, now)
             self.hop.drop_expired(now)
             self.ledger.begin_month(time.strftime("%Y-%m", time.gmtime()))
+            self._bound_buffers()
             unused = self.config.limits.unused_time
             unix_now = time.time()
             for member in self.members():
@@ -251,6 +255,18 @@ class Relay:
                 ):
                     member.connection.close("nothing was asked for on it")
 
+    def _bound_buffers(self) -> None:
+        """What waits outside circuits (sent on a stream before it was asked for) is bounded too, once a second."""
+        bound = self.config.limits.buffer_bytes
+        members = self.members()
+        waiting = sum(member.connection.mux.buffered_bytes for member in members)
+        while bound and waiting > bound:
+            largest = max(members, key=lambda member: member.connection.mux.buffered_bytes)
+            members.remove(largest)
+            waiting -= largest.connection.mux.buffered_bytes
+            self.counters.refused("connection", "buffer_bytes")
+            largest.connection.abort("too much waits unread on it")
+
     def _holds_reservation(self, member: Member) -> bool:
         held = self.hop.reservations.get(member.peer)
         return held is not None and held.member is member
@@ -263,6 +279,7 @@ class Relay:
             self.ledger.statistics(),
             self.counters.statistics(),
             self.shaper.statistics(),
+            self.hop.buffers.held,
             self._lag,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import trio
 from helpers_relay import (
     PATIENCE,
+    HopMessage,
     Peer,
     Refused,
     joined,
@@ -23,6 +25,7 @@ from kvasir_relay.limits import Ledger, LimitError, parse_address
 from kvasir_relay.server import Relay
 
 from kvasir_peer.errors import LinkError
+from kvasir_peer.net import circuit, delimited, upstream
 from kvasir_peer.net.yamux import MuxedStream
 
 V4, V4_NEAR, V4_FAR = (parse_address(text) for text in ("203.0.113.5", "203.0.113.77", "198.51.100.9"))
@@ -338,6 +341,59 @@ async def test_month_bytes_end_what_runs() -> None:
         await near.send_all(bytes(10_001))
         await ended(far)
         await refused_by(relay, "circuit", "month_bytes", lambda: a.connect(b.peer_id))
+
+
+async def test_buffer_bytes_end_the_circuit_with_the_most_waiting() -> None:
+    async def pour(stream: MuxedStream) -> None:
+        with contextlib.suppress(LinkError):
+            while True:
+                await stream.send_all(bytes(64 * 1024))
+
+    async with running_relay(limits__buffer_bytes="200 KiB") as relay, joined(relay, 3) as (a, b, c):
+        small, small_far = await joined_circuit(a, b)
+        await small.send_all(bytes(100_000))
+        await until(lambda: relay.statistics().counters.bytes_to_target == 100_000)
+        async with trio.open_nursery() as nursery:
+            for source, target in ((a, c), (b, c)):  # nobody reads at the targets
+                near, _ = await joined_circuit(source, target)
+                nursery.start_soon(pour, near)
+            await until(lambda: relay.counters.circuits_ended["buffer_bytes"])
+            nursery.cancel_scope.cancel()
+        assert relay.statistics().buffered_bytes <= 200 * 1024
+        assert relay.counters.circuits_ended == {"buffer_bytes": 1}
+        assert await receive(small_far, 100_000) == bytes(100_000)
+        await small_far.send_all(b"x")
+        assert await receive(small, 1) == b"x"
+
+
+async def test_what_is_sent_before_it_was_asked_for_is_bounded() -> None:
+    async with running_relay(limits__buffer_bytes=400_000) as relay, joined(relay, 2) as (a, b):
+        b.stop_status = 0  # never answers
+        assert a.connection is not None
+        for _ in range(3):
+            stream = await a.connection.open_stream(circuit.HOP)
+            request: Any = HopMessage(type=HopMessage.CONNECT)
+            request.peer.id = upstream.PeerID.from_base58(b.peer_id).to_bytes()
+            await delimited.write_message(stream, request)
+            await stream.send_all(bytes(200_000))
+        with trio.fail_after(PATIENCE):
+            await a.connection.closed.wait()
+        assert relay.counters.refusals["connection", "buffer_bytes"] == 1
+        await until(lambda: relay.statistics().ledger.circuits == 0)
+        await b.reserve()
+
+
+async def test_a_small_part_of_a_large_message_does_not_keep_it_in_memory() -> None:
+    async with running_relay() as relay, joined(relay, 2) as (a, b):
+        near, _ = await joined_circuit(a, b)
+        await near.send_all(bytes(256 * 1024))  # the receiver's window is full: what follows waits
+        [live] = relay.hop.circuits
+        flow = live.flows[0]
+        await until(lambda: flow.carried == 256 * 1024 and not flow.queued)
+        for size in (1, 100, 30_000, 40_000) * 10:
+            flow.receive(memoryview(bytes(65_000))[:size])
+        kept = sum(len(piece.obj) for piece in flow._queue)  # type: ignore[arg-type]
+        assert flow.queued <= kept <= 2 * flow.queued
 
 
 async def test_circuit_time() -> None:
