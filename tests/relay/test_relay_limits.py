@@ -386,13 +386,13 @@ async def test_what_is_sent_before_it_was_asked_for_is_bounded() -> None:
 async def test_a_small_part_of_a_large_message_does_not_keep_it_in_memory() -> None:
     async with running_relay() as relay, joined(relay, 2) as (a, b):
         near, _ = await joined_circuit(a, b)
-        await near.send_all(bytes(256 * 1024))  # the receiver's window is full: what follows waits
+        await near.send_all(bytes(300_000))  # more than the receiver's window: what follows waits
         [live] = relay.hop.circuits
         flow = live.flows[0]
-        await until(lambda: flow.carried == 256 * 1024 and not flow.queued)
+        await until(lambda: flow.queued > 10_000)
         for size in (1, 100, 30_000, 40_000) * 10:
             flow.receive(memoryview(bytes(65_000))[:size])
-        kept = sum(len(piece.obj) for piece in flow._queue)  # type: ignore[arg-type]
+        kept = sum(len(piece.obj) for piece in flow._queue)  # type: ignore[arg-type, misc]
         assert flow.queued <= kept <= 2 * flow.queued
 
 
