@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from kvasir_peer.engines import quants
 from kvasir_peer.engines.architectures import EXPERT_WEIGHTS, LayerShape, ModelShape
 from kvasir_peer.engines.base import ExpertBank, ExpertRange, MemoryEstimate, Precision
-from kvasir_peer.engines.onnx_graph import Graph, Runtime, Session
+from kvasir_peer.engines.onnx_graph import Graph, Runtime, Session, spinning_threads
 from kvasir_peer.engines.onnx_linear import Kernels, Linears, Matrix, centred, container
 from kvasir_peer.errors import EngineError
 from kvasir_peer.models.sources import TensorSource
@@ -341,9 +341,9 @@ class OnnxBank(ExpertBank):
         self._memory = memory
         self._max_rows = max_rows
         runtime = Runtime.of(threads, device)
-        self._pool = (
-            ThreadPoolExecutor(runtime.threads, thread_name_prefix="expert") if runtime.threads > 1 else None
-        )
+        # With a shared pool every operator is spread over its threads, so experts run one after another.
+        spread = runtime.threads > 1 and not spinning_threads()
+        self._pool = ThreadPoolExecutor(runtime.threads, thread_name_prefix="expert") if spread else None
         self._calls = self._rows = self._expert_runs = self._expert_rows = 0
         self._layers: dict[int, _Experts] = {}
         for index, held in by_layer(shape, ranges).items():

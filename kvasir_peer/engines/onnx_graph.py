@@ -19,7 +19,7 @@ import onnxruntime as ort
 from numpy.typing import DTypeLike, NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from kvasir_peer.errors import EngineError
+from kvasir_peer.errors import EngineError, UsageError
 
 # Opset 21 is the newest that onnxruntime 1.20, the oldest version we take, knows whole; IR version 10 goes with it.
 _OPSET = 21
@@ -50,7 +50,7 @@ class Runtime:
     """How sessions of one engine compute.
 
     Threads wait asleep between two operators, so that engines which share the cores do not take them from one
-    another by spinning.
+    another by spinning (but see :func:`spinning_threads`).
 
     Attributes:
         threads: threads of computation in a session.
@@ -85,9 +85,26 @@ def trim_heap() -> None:
 
 
 @functools.cache
-def _share_arena() -> None:
-    """Make the arena from which all sessions of the process take their scratch memory."""
-    # No limit, extended by what is asked for, onnxruntime's own choice for the rest.
+def spinning_threads() -> int:
+    """Threads of the one pool whose threads wait spinning, which all sessions of the process share; 0 for none.
+
+    Spinning saves some 30 microseconds at every border between operators, which is a third of the time of a small
+    model's token on two threads, and takes the cores away from everybody else for milliseconds after each pass. So it
+    is asked for, by ``KVASIR_ENGINE_SPIN=THREADS``, where a machine has nothing else to do.
+    """
+    text = os.environ.get("KVASIR_ENGINE_SPIN", "0")
+    if not text.isdecimal():
+        raise UsageError(f"KVASIR_ENGINE_SPIN is {text!r}; give the number of threads that may spin, or 0")
+    return int(text)
+
+
+@functools.cache
+def _prepare_process() -> None:
+    """Make what all sessions of the process share; onnxruntime takes it before the first session only."""
+    if spinning_threads():
+        ort.set_global_thread_pool_sizes(spinning_threads(), 1)
+    # The arena for scratch memory: one for each session would keep the largest pass of each for ever. No limit,
+    # extended by what is asked for, onnxruntime's own choice for the rest.
     configuration = ort.OrtArenaCfg(0, 1, -1, -1)
     memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
     ort.create_and_register_allocator(memory, configuration)
@@ -234,12 +251,14 @@ class Session:
     """
 
     def __init__(self, model: bytes, external: Mapping[str, Array], runtime: Runtime) -> None:
+        _prepare_process()
         options = ort.SessionOptions()
-        options.intra_op_num_threads = runtime.threads
-        options.inter_op_num_threads = 1
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        # One arena for all sessions: one each would keep the largest pass of each for ever.
-        _share_arena()
+        if spinning_threads():
+            options.use_per_session_threads = False
+        else:
+            options.intra_op_num_threads = runtime.threads
+            options.inter_op_num_threads = 1
+            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.add_session_config_entry("session.use_env_allocators", "1")
         options.log_severity_level = 3
         if external:

@@ -1,0 +1,310 @@
+"""How fast the onnxruntime engine is, beside llama.cpp on the same machine, in the same run, with as many threads.
+
+    python bench/engines.py [--quick] [--threads N] [--spin] [--json FILE] [--model SMOLLM2.gguf] [--only PART]
+
+What counts are ratios: times drift with whatever else the machine does. The two engines take turns, and a sample in
+which a thread of this process had to wait for a core for more than 2 % of it is dropped (Linux; read from schedstat).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import numpy as np
+import synthetic
+from llama_batches import LlamaBatches
+
+from kvasir_peer.engines import quants
+from kvasir_peer.engines.base import LayerStack, Rows, StackSpec, create_bank, create_stack
+from kvasir_peer.models.sources import GgufSource
+
+CONTEXT_BEFORE = 64  # tokens in the cache of each request when decoding begins
+PREFILL = 512
+SLOTS = 16
+# Share of a sample that threads may have waited for a core.
+CLEAN = 0.02
+
+GOALS = {
+    "Q4_0": {1: 1.0, 4: 1.3, 16: 1.4},
+    "Q8_0": {1: 1.0, 4: 1.3, 16: 1.4},
+    "Q4_K_M": {1: 0.85, 4: 1.0, 16: 1.0},
+    "SmolLM2 Q4_1": {1: 0.95, 4: 1.3, 16: 1.6},
+}
+PREFILL_GOAL = 1.2
+BANDWIDTH_GOAL = 0.6
+OVERHEAD_GOAL = 0.05
+
+
+@dataclass
+class Row:
+    """One line of the table."""
+
+    name: str
+    value: float
+    unit: str
+    goal: float
+    holds: bool
+    remark: str
+
+
+# ------------------------------------------------------------------------------------------------ samples
+
+
+def waited() -> float:
+    """Seconds that the threads of this process have waited for a core so far; 0 where that can't be read."""
+    total = 0
+    tasks = Path("/proc/self/task")
+    if not tasks.is_dir():
+        return 0.0
+    for task in tasks.iterdir():
+        try:
+            total += int((task / "schedstat").read_text().split()[1])
+        except OSError:
+            continue  # a thread that has just ended
+    return total / 1e9
+
+
+@dataclass
+class Samples:
+    """Times of one thing, seconds; clean ones apart."""
+
+    clean: list[float]
+    all: list[float]
+
+    @classmethod
+    def none(cls) -> Samples:
+        return cls([], [])
+
+    def take(self, work: Callable[[], float]) -> None:
+        """Run once; ``work`` returns its own time."""
+        before = waited()
+        seconds = work()
+        self.all.append(seconds)
+        if waited() - before <= CLEAN * seconds:
+            self.clean.append(seconds)
+
+    def best(self) -> tuple[float, str]:
+        """Median of the clean samples, or a low percentile of all where too few are clean."""
+        if len(self.clean) >= 5:
+            return statistics.median(self.clean), f"{len(self.clean)} of {len(self.all)} clean"
+        return float(
+            np.percentile(self.all, 10)
+        ), f"only {len(self.clean)} of {len(self.all)} clean: p10 of all"
+
+
+def by_turns(
+    theirs: Callable[[], float], ours: Callable[[], float], blocks: int, each: int
+) -> tuple[Samples, Samples]:
+    """Take blocks of samples of two things by turns."""
+    a, b = Samples.none(), Samples.none()
+    for _ in range(blocks):
+        for samples, work in ((a, theirs), (b, ours)):
+            time.sleep(0.02)  # threads of the other one that still spin go to sleep
+            work()
+            for _ in range(each):
+                samples.take(work)
+    return a, b
+
+
+# ---------------------------------------------------------------------------------------------- comparisons
+
+
+@contextmanager
+def both(path: Path, threads: int, context: int) -> Iterator[tuple[LlamaBatches, LayerStack]]:
+    """Load a model in both engines."""
+    with GgufSource(path) as source:
+        n_layer = next(int(str(v)) for k, v in source.metadata.items() if k.endswith(".block_count"))
+        spec = StackSpec(0, n_layer, SLOTS, context, PREFILL, threads=threads)
+        begin = time.perf_counter()
+        stack = create_stack("onnx", source, spec)
+        print(f"  {path.name}: loaded in {time.perf_counter() - begin:.1f} s", flush=True)
+        with LlamaBatches(path, threads, SLOTS, SLOTS * context) as llama:
+            yield llama, stack
+        stack.close()
+
+
+def timed(stack: LayerStack, rows: Rows) -> float:
+    begin = time.perf_counter()
+    stack.forward(rows, None)
+    return time.perf_counter() - begin
+
+
+def compare(name: str, path: Path, threads: int, blocks: int, each: int) -> list[Row]:
+    """Decode at batch 1, 4 and 16, and prefill, of one model in both engines."""
+    rows: list[Row] = []
+    context = PREFILL + 64
+    rng = np.random.default_rng(0)
+    with both(path, threads, context) as (llama, stack):
+        vocabulary = stack.shape.n_vocab
+        for batch, goal in GOALS[name].items():
+            llama.clear()
+            prompt = rng.integers(0, vocabulary, CONTEXT_BEFORE).tolist()
+            for slot in range(batch):
+                at = ([slot] * CONTEXT_BEFORE, range(CONTEXT_BEFORE), prompt, [False] * CONTEXT_BEFORE)
+                llama.forward(*at)
+                stack.forward(Rows.of(*at), None)
+            # Both go on at positions of their own.
+            places = {"llama": CONTEXT_BEFORE, "onnx": CONTEXT_BEFORE}
+
+            def step(who: str, batch: int = batch, places: dict[str, int] = places) -> float:
+                tokens = rng.integers(0, vocabulary, batch).tolist()
+                at = (list(range(batch)), [places[who]] * batch, tokens, [True] * batch)
+                places[who] += 1
+                return llama.forward(*at) if who == "llama" else timed(stack, Rows.of(*at))
+
+            theirs, ours = by_turns(lambda: step("llama"), lambda: step("onnx"), blocks, each)
+            rows.append(_row(f"{name}, decode, batch {batch}", theirs, ours, goal))
+        tokens = rng.integers(0, vocabulary, PREFILL).tolist()
+        at = ([0] * PREFILL, range(PREFILL), tokens, [False] * (PREFILL - 1) + [True])
+
+        def prefill() -> float:
+            llama.clear()
+            return llama.forward(*at)
+
+        theirs, ours = by_turns(prefill, lambda: timed(stack, Rows.of(*at)), max(2, blocks // 3), 2)
+        rows.append(_row(f"{name}, prefill of {PREFILL}", theirs, ours, PREFILL_GOAL))
+        if name != "Q4_K_M":
+            rows.append(overhead(name, stack))
+    return rows
+
+
+def _row(name: str, theirs: Samples, ours: Samples, goal: float) -> Row:
+    (a, clean_a), (b, clean_b) = theirs.best(), ours.best()
+    remark = f"llama.cpp {a * 1e3:.2f} ms ({clean_a}), onnx {b * 1e3:.2f} ms ({clean_b})"
+    return Row(name, a / b, "x llama.cpp", goal, a / b >= goal, remark)
+
+
+def overhead(name: str, stack: LayerStack) -> Row:
+    """Time of a decode step outside onnxruntime, as a part of the step."""
+    from kvasir_peer.engines import onnx_graph
+
+    inside = 0.0
+    plain_bound, plain_run = onnx_graph.Bound.__call__, onnx_graph.Session.run
+
+    def bound(self: onnx_graph.Bound) -> None:
+        nonlocal inside
+        begin = time.perf_counter()
+        plain_bound(self)
+        inside += time.perf_counter() - begin
+
+    def run(self: onnx_graph.Session, inputs: object) -> object:
+        nonlocal inside
+        begin = time.perf_counter()
+        out = plain_run(self, inputs)  # type: ignore[arg-type]
+        inside += time.perf_counter() - begin
+        return out
+
+    shares = []
+    rows = Rows.of([0], [CONTEXT_BEFORE], [1], [True])
+    onnx_graph.Bound.__call__, onnx_graph.Session.run = bound, run  # type: ignore[method-assign, assignment]
+    try:
+        for _ in range(40):
+            inside = 0.0
+            total = timed(stack, rows)
+            shares.append(1 - inside / total)
+    finally:
+        onnx_graph.Bound.__call__, onnx_graph.Session.run = plain_bound, plain_run  # type: ignore[method-assign]
+    share = statistics.median(shares)
+    return Row(
+        f"{name}, Python's share of a step", share, "of the step", OVERHEAD_GOAL, share <= OVERHEAD_GOAL, ""
+    )
+
+
+def bandwidth(threads: int) -> float:
+    """Bytes a second that this machine reads from memory, by the best of several plain sums."""
+    data = np.ones(48 << 20, np.float64)  # 400 MB, far over any cache
+    pieces = np.array_split(data, threads * 4)
+    best = 0.0
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(6):
+            begin = time.perf_counter()
+            list(pool.map(np.max, pieces))
+            best = max(best, data.nbytes / (time.perf_counter() - begin))
+    return best
+
+
+def one_expert(path: Path, threads: int, rounds: int) -> Row:
+    """One expert of the Qwen3 shape, one row, its weights not in any cache."""
+    with GgufSource(path) as source:
+        n = synthetic.EXPERTS
+        bank = create_bank("onnx", source, [(0, 0, n)], max_rows=1, threads=threads)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((1, synthetic.WIDTH)).astype(np.float32)
+    weights = np.ones((1, 1), np.float32)
+    samples = Samples.none()
+
+    def once(expert: int) -> float:
+        ids = np.array([[expert]], np.int32)
+        begin = time.perf_counter()
+        bank.compute(0, x, ids, weights)
+        return time.perf_counter() - begin
+
+    for _ in range(rounds):
+        for expert in rng.permutation(n).tolist():
+            samples.take(lambda expert=expert: once(expert))  # type: ignore[misc]
+    bank.close()
+    seconds, clean = samples.best()
+    kind = quants.BY_NAME["Q4_0"]
+    n_bytes = 3 * synthetic.EXPERT_WIDTH * quants.row_bytes(kind.id, synthetic.WIDTH)
+    of_machine = bandwidth(threads)
+    share = n_bytes / seconds / of_machine
+    remark = (
+        f"{seconds * 1e6:.0f} us ({clean}), {n_bytes / seconds / 1e9:.1f} of {of_machine / 1e9:.1f} GB/s; "
+        "counts the file's bytes"
+    )
+    return Row(
+        "one expert, 1 row, Q4_0", share, "of read bandwidth", BANDWIDTH_GOAL, share >= BANDWIDTH_GOAL, remark
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="two synthetic layers and few samples")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--spin", action="store_true", help="let threads wait spinning, as llama.cpp's do")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--model", type=Path, help="SmolLM2-135M-Instruct Q4_1; left out without it")
+    parser.add_argument("--only", action="append", help="a part: smollm2, Q4_0, Q8_0, Q4_K_M, expert")
+    options = parser.parse_args()
+    if options.spin:
+        os.environ["KVASIR_ENGINE_SPIN"] = str(options.threads)
+    blocks, each, layers = (4, 8, 2) if options.quick else (8, 12, 4)
+    parts = options.only or ["smollm2", "Q4_0", "Q8_0", "Q4_K_M", "expert"]
+    rows: list[Row] = []
+    print(f"{options.threads} threads, load {os.getloadavg()[0]:.1f}", flush=True)
+    if "smollm2" in parts and options.model:
+        rows += compare("SmolLM2 Q4_1", options.model, options.threads, blocks, each)
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in ("Q4_0", "Q8_0", "Q4_K_M"):
+            if kind not in parts and not (kind == "Q4_0" and "expert" in parts):
+                continue
+            path = Path(folder) / f"{kind}.gguf"
+            synthetic.write_qwen3moe(path, kind, layers)
+            if kind == "Q4_0" and "expert" in parts:
+                rows.append(one_expert(path, options.threads, 2 if options.quick else 6))
+            if kind in parts:
+                rows += compare(kind, path, options.threads, blocks, max(2, each // 3))
+            path.unlink()
+    for row in rows:
+        mark = "holds" if row.holds else "MISSED"
+        print(f"{row.name:34} {row.value:6.2f} {row.unit:18} goal {row.goal:4.2f}  {mark:6}  {row.remark}")
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
