@@ -284,6 +284,22 @@ async def fairness(rows: Rows, relay: Process, quick: bool) -> None:
             process.stop()
 
 
+async def opening(rows: Rows, relay: Process, quick: bool) -> None:
+    """What a circuit costs the relay besides its bytes: peers check their address by one every minute."""
+    count = 100 if quick else 500
+    process, place = start_answer(relay.line)
+    try:
+        async with client(relay.line) as (host, at_relay):
+            cpu, start = relay.cpu(), time.perf_counter()
+            for _ in range(count):
+                (await circuit.connect(host, at_relay, place["peer"])).close()
+            seconds, cpu = time.perf_counter() - start, relay.cpu() - cpu
+            rows.add("a circuit opened, used for a handshake, closed", seconds / count * 1e3, "ms")
+            rows.add("the same, relay CPU", cpu / count * 1e3, "ms")
+    finally:
+        process.stop()
+
+
 async def killed(rows: Rows, relay: Process) -> None:
     """kill -9 of either end, seen by the other; and what the relay still holds afterwards."""
     for name, kill_target in (("target", True), ("source", False)):
@@ -350,7 +366,6 @@ async def crowd(relay: str, count: int) -> None:
                 path="direct",
                 address="relay",
                 on_stream=lambda _, other: other.reset("not here"),
-                on_ready=lambda _: None,
                 on_closed=lambda _, reason: None,
             )
             async with trio.open_nursery() as nursery:
@@ -390,6 +405,7 @@ def idle(rows: Rows, home: str, quick: bool) -> None:
     try:
         # The relay has listened since it printed its address; nothing but imports has happened so far.
         before = relay.ps.memory_info().rss
+        rows.add("memory after start", before / 1e6, "MB")
         many = Process(__file__, "--part", "crowd", "--relay", relay.line, "--count", str(count))
         try:
             grown = (relay.ps.memory_info().rss - before) / 1e6
@@ -432,7 +448,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="under a minute; 256 MiB in place of 10 GiB")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument(
-        "--only", help="a word in the name of the measurement: latency, fair, kill, idle, large"
+        "--only", help="a word in the name of the measurement: latency, fair, opening, kill, large, idle"
     )
     for name in ("part", "relay", "peer", "count"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
@@ -450,6 +466,7 @@ def main() -> int:
     measurements: dict[str, Callable[[Process], None]] = {
         "latency": lambda relay: trio.run(latency_and_rate, rows, relay, options.quick),
         "fair": lambda relay: trio.run(fairness, rows, relay, options.quick),
+        "opening": lambda relay: trio.run(opening, rows, relay, options.quick),
         "kill": lambda relay: trio.run(killed, rows, relay),
         "large": lambda relay: trio.run(one_large_circuit, rows, relay, options.quick),
     }

@@ -348,7 +348,6 @@ class Relay:
             path="direct",
             address=f"{address}:{port}",
             on_stream=lambda _, stream: self._opened(member, stream),
-            on_ready=lambda _: None,
             on_closed=lambda _, reason: self._left(member, reason),
             max_inbound_streams=limits.streams_per_connection or 2**31,
         )

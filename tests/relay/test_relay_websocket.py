@@ -110,7 +110,6 @@ class ProxiedPeer:
             path="direct",
             address="relay",
             on_stream=lambda _, other: other.reset("not here"),
-            on_ready=lambda _: None,
             on_closed=lambda _, reason: None,
         )
         async with trio.open_nursery() as nursery:
