@@ -138,7 +138,13 @@ class Experts:
         return (parts.view(n, k, -1) * weights[:, :, None]).sum(1)
 
     def _gathered(self, x: Tensor, ids: Tensor, k: int) -> Tensor:
-        """Each pair with a copy of its expert's weights: float32 [n * k, n_embd]."""
+        """Each pair with its expert's weights, whichever they are: float32 [n * k, n_embd]."""
+        if self._gate.fused and self._up.fused and self._down.fused:
+            gate_bias, up_bias, down_bias = (b if b is None else b[ids] for b in self._biases)
+            gate = self._biased(self._gate.products(x, ids, k), gate_bias)
+            up = self._biased(self._up.products(x, ids, k), up_bias)
+            inner = activate(self._activation, gate, up)  # [n * k, width]
+            return self._biased(self._down.products(inner, ids), down_bias)
         parts = []
         step = max(1, PIECE_WEIGHTS // (self._gate.matrix_size))
         for a in range(0, len(ids), step):

@@ -6,6 +6,8 @@ which models it can serve, and takes apart just what a pass needs.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +23,10 @@ from kvasir_peer.errors import EngineError
 from kvasir_peer.models.gguf import TensorInfo
 from kvasir_peer.models.sources import TensorSource
 
+_log = logging.getLogger(__name__)
+
+# Up to so many rows the fused kernel reads the matrix once for each; beyond, one unpacking serves all.
+FUSED_ROWS = 4
 # Weights that are taken apart at a time: bounds the scratch space (256 MiB in float32) while a piece is still
 # large enough to keep a GPU busy.
 PIECE_WEIGHTS = 1 << 26
@@ -39,6 +45,8 @@ class TorchOptions:
         gather_pairs: up to so many (row, expert) pairs each pair gets a copy of its expert's weights, without
             asking the device which experts they are; beyond, pairs are sorted by expert.
         grouped: whether sorted rows go through torch's grouped matrix product instead of one product each.
+        fused: whether few rows are multiplied with a matrix's bytes by a kernel that takes them apart on the way
+            (where there is one for the type; see :mod:`kvasir_peer.engines.torch_fused`).
         graphs: whether decode passes are captured into CUDA graphs.
     """
 
@@ -48,6 +56,7 @@ class TorchOptions:
     batched_attention: bool = False
     gather_pairs: int = 0
     grouped: bool = False
+    fused: bool = False
     graphs: bool = False
 
 
@@ -78,6 +87,7 @@ def options_for(device: str, precision: Precision) -> TorchOptions:
             batched_attention=True,
             gather_pairs=128,
             grouped=dtype == torch.bfloat16 and hasattr(F, "grouped_mm"),
+            fused=True,
             graphs=True,
         )
     return TorchOptions(where, torch.float32 if precision == "exact" else torch.float16)
@@ -91,16 +101,27 @@ class Weight:
         type_id: ggml type of the bytes; None for floats.
         columns: weights of a row.
         dtype: of what the methods return.
+        fused: whether :meth:`products` works.
 
     Attributes:
         matrix_size: weights of one matrix.
+        fused: whether :meth:`products` works.
     """
 
-    def __init__(self, data: Tensor, type_id: int | None, columns: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        data: Tensor,
+        type_id: int | None,
+        columns: int,
+        dtype: torch.dtype,
+        *,
+        fused: bool = False,
+    ) -> None:
         self._data = data
         self._type = type_id
         self._dtype = dtype
         self.matrix_size = data.shape[-2] * columns
+        self.fused = fused
 
     @property
     def n_bytes(self) -> int:
@@ -130,12 +151,60 @@ class Weight:
         x = x.to(self._dtype)
         if self._type is None:
             return F.linear(x, self._data, bias)
+        if self.fused and len(x) <= FUSED_ROWS:
+            y = self.products(x, torch.zeros(len(x), dtype=torch.int64, device=x.device)).to(self._dtype)
+            return y if bias is None else y + bias
         out, columns = self._data.shape[0], x.shape[1]
         rows = max(1, PIECE_WEIGHTS // columns)
         if out <= rows:
             return F.linear(x, self.at(slice(None)), bias)
         y = torch.cat([F.linear(x, self.at(slice(a, a + rows))) for a in range(0, out, rows)], dim=1)
         return y if bias is None else y + bias
+
+    def products(self, x: Tensor, matrices: Tensor, per_row: int = 1) -> Tensor:
+        """Multiply rows by matrices of the stack, one each, without taking the matrices apart first.
+
+        Args:
+            x: [rows, in].
+            matrices: int64 [p], the matrix of each result.
+            per_row: results of each row of ``x``.
+
+        Returns:
+            Float32 [p, out].
+        """
+        from kvasir_peer.engines import torch_fused
+
+        assert self._type is not None
+        raw = self._data if self._data.ndim == 3 else self._data[None]
+        return torch_fused.matvec(raw, self._type, x, matrices, per_row)
+
+
+@functools.cache
+def _fused_works(type_id: int, device: torch.device) -> bool:
+    """Whether the fused kernel is there for a type and computes on the device what it should."""
+    try:
+        from kvasir_peer.engines import torch_fused
+    except ImportError:
+        return False  # no Triton: a build of torch for CPUs
+    if type_id not in torch_fused.TYPES:
+        return False
+    kind = quants.quant_type(type_id)
+    generator = np.random.default_rng(0)
+    # Small random bytes: all scales are small numbers, in every type.
+    raw = generator.integers(0, 60, (2, 16, 512 // kind.block * kind.block_bytes), dtype=np.uint8)
+    data = torch.from_numpy(raw).to(device)
+    x = torch.from_numpy(generator.standard_normal((3, 512)).astype(np.float32)).to(device)
+    matrices = torch.tensor([1, 0, 1], device=device)
+    expected = torch.bmm(dequantize(data[matrices], type_id, torch.float32), x[:, :, None])[:, :, 0]
+    try:
+        found = torch_fused.matvec(data, type_id, x, matrices)
+    except torch_fused.FAILURES as error:
+        _log.warning("%s weights are taken apart before use: %s", kind.name, str(error).splitlines()[0])
+        return False
+    if not bool((found - expected).abs().max() <= 1e-3 * expected.abs().max()):
+        _log.warning("%s weights are taken apart before use: the fused kernel is wrong here", kind.name)
+        return False
+    return True
 
 
 def float_bytes(info: TensorInfo, dtype: torch.dtype) -> int:
@@ -248,7 +317,9 @@ class Loader:
         row = quants.row_bytes(info.type, shape[-1], info.name)
         # A copy: what the source gives may be a view of a file.
         data = torch.from_numpy(np.array(raw)).reshape(*shape[:-1], row)
-        return Weight(data.to(self.options.device), info.type, shape[-1], self.options.dtype)
+        device = self.options.device
+        fused = self.options.fused and _fused_works(info.type, device)
+        return Weight(data.to(device), info.type, shape[-1], self.options.dtype, fused=fused)
 
     def _floats(self, raw: np.ndarray, info: TensorInfo, shape: tuple[int, ...]) -> Weight:
         values = torch.from_numpy(quants.dequantize(raw, info.type, shape))

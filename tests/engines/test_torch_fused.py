@@ -1,0 +1,40 @@
+"""The fused kernel of decode steps, run by Triton's interpreter on the CPU."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+@pytest.mark.skipif(
+    not HAS_TRITON, reason="Triton comes with torch's CUDA build; pip install triton to run this"
+)
+@pytest.mark.parametrize("part", ["kernel", "stack"])
+def test_the_kernel_computes_what_unpacking_first_computes(part: str) -> None:
+    """In a process of its own, because Triton decides at import whether it interprets."""
+    run = subprocess.run(
+        [sys.executable, Path(__file__).with_name("run_fused.py"), part],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.split()[-1] == "same"
+
+
+def test_without_triton_weights_are_taken_apart_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from kvasir_peer.engines.torch_weights import _fused_works
+
+    _fused_works.cache_clear()
+    monkeypatch.setitem(sys.modules, "kvasir_peer.engines.torch_fused", None)
+    assert not _fused_works(2, torch.device("cpu"))
+    _fused_works.cache_clear()
