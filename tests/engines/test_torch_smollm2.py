@@ -16,6 +16,7 @@ from kvasir_peer.engines.torch_weights import TorchOptions
 from kvasir_peer.models.sources import GgufSource
 
 
+@pytest.mark.timeout(400)  # seconds; two engines over 500 tokens, on a machine that may be busy
 @pytest.mark.parametrize("which", ["real_text", "real_text_k"])
 def test_a_text_is_predicted_as_by_llama_cpp(which: str, request: pytest.FixtureRequest) -> None:
     """llama.cpp rounds activations to 8 bits, so logits are compared statistically."""
@@ -39,7 +40,7 @@ def test_a_process_takes_what_the_estimate_says(smollm2_path: Path, first: int, 
         [sys.executable, program, smollm2_path, *map(str, (first, end, rows, 512))],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=110,
         check=True,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
     )
