@@ -363,11 +363,14 @@ class Relay:
             connection.abort("the relay is shutting down")  # does nothing when it is closed
 
     def _make_way(self, peer: bytes, limit: int) -> None:
-        """Room for one more connection of a peer: the oldest without a circuit goes. Raises LimitError."""
+        """Room for one more connection of a peer: the oldest without a circuit goes. Raises LimitError.
+
+        The one with the reservation goes last, since the peer would not know that it lost it.
+        """
         group = self._members.get(peer, [])
         if not limit or len(group) < limit:
             return
-        idle = [member for member in group if not member.circuits]
+        idle = sorted((member for member in group if not member.circuits), key=self._holds_reservation)
         if not idle:
             raise LimitError("connections_per_peer")
         idle[0].connection.close("the peer has newer connections")

@@ -11,11 +11,13 @@ from helpers_relay import joined, joined_circuit, make_config, receive, running_
 from hypothesis import given
 from hypothesis import strategies as st
 from kvasir_relay.buckets import RateTable, TokenBucket
-from kvasir_relay.circuits import SPARSE_BURST_BYTES, SPARSE_BYTES_PER_SECOND
-from kvasir_relay.config import Bandwidth
+from kvasir_relay.circuits import SPARSE_BURST_BYTES, SPARSE_BYTES_PER_SECOND, Buffers, Circuit
+from kvasir_relay.config import Bandwidth, Limits
+from kvasir_relay.counters import Counters
+from kvasir_relay.limits import Ledger
 from kvasir_relay.shaper import QUANTUM_BYTES, Shaper, Shares
 
-from kvasir_peer.net.yamux import MuxedStream
+from kvasir_peer.net.yamux import DATA, HEADER_BYTES, MuxedStream, Yamux
 
 # --- buckets -----------------------------------------------------------------------------------------------------
 
@@ -281,6 +283,44 @@ async def test_reload_changes_the_rate_of_live_circuits() -> None:
             await passed(5_000_000)
             assert relay.statistics().shaper.peers == 0
             nursery.cancel_scope.cancel()
+
+
+async def test_a_small_message_overtakes_bulk_on_the_way_to_the_same_peer() -> None:
+    """Both wait for one slow connection; the relay cannot read them, but it can tell how much each carries."""
+    connections = [
+        Yamux(remote_peer=name, initiator=False, on_stream=lambda _: None, on_writable=lambda: None)
+        for name in ("bulk", "small", "slow receiver")
+    ]
+    bulk_from, small_from, to = connections
+    room = memoryview(bytearray(65519))
+    living: set[Circuit] = set()
+    flows, targets = [], []
+    for number, origin in enumerate((bulk_from, small_from)):
+        target = to.open()
+        circuit = Circuit(
+            (bytes([number]), b"receiver"),
+            origin.open(),
+            target,
+            ledger=Ledger(Limits(), 0.0),
+            shaper=Shaper(Bandwidth(), 0.0),
+            counters=Counters(),
+            buffers=Buffers(living, 0),
+            max_bytes=0,
+            on_end=lambda _: None,
+        )
+        circuit.join()
+        flows.append(circuit.flows[0])
+        targets.append(target)
+    to.pull(room[: 2 * HEADER_BYTES])  # that the streams were opened
+    flows[0].receive(memoryview(bytes(200_000)))
+    flows[1].receive(memoryview(bytes(1000)))
+    assert not flows[0].sparse
+    to.pull(room)
+    kind, stream, length = room[1], int.from_bytes(room[4:8], "big"), int.from_bytes(room[8:12], "big")
+    assert (kind, stream, length) == (DATA, targets[1].id, 1000)
+    second = HEADER_BYTES + 1000
+    assert int.from_bytes(room[second + 4 : second + 8], "big") == targets[0].id
+    assert flows[0].queued == 200_000 - (65519 - second - HEADER_BYTES)
 
 
 def test_an_empty_shaper_has_nothing_to_wait_for() -> None:

@@ -216,12 +216,16 @@ async def test_connections(limit: str) -> None:
 
 async def test_connections_per_peer_make_way_for_new_ones_but_never_for_a_circuit() -> None:
     async with running_relay(limits__connections_per_peer=2) as relay, joined(relay, 2) as (a, b):
-        first = a.connection
+        first = a.connection  # holds the reservation
+        spare = await a.join(relay)
         second = await a.join(relay)
+        with trio.fail_after(PATIENCE):
+            await spare.closed.wait()
+        assert first is not None
+        assert not first.closed.is_set()
         await a.reserve(second)
         await joined_circuit(b, a)  # over the second
         third = await a.join(relay)
-        assert first is not None
         with trio.fail_after(PATIENCE):
             await first.closed.wait()
         assert not second.closed.is_set()
@@ -392,7 +396,7 @@ async def test_a_small_part_of_a_large_message_does_not_keep_it_in_memory() -> N
         await until(lambda: flow.queued > 10_000)
         for size in (1, 100, 30_000, 40_000) * 10:
             flow.receive(memoryview(bytes(65_000))[:size])
-        kept = sum(len(piece.obj) for piece in flow._queue)
+        kept = sum(memoryview(piece.obj).nbytes for piece in flow._queue)
         assert flow.queued <= kept <= 2 * flow.queued
 
 
