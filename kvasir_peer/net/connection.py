@@ -43,6 +43,7 @@ _receive_buffer = memoryview(bytearray(RECEIVE_BYTES + 65537))
 _send_buffer = memoryview(bytearray(SEND_BATCH_BYTES + 65537))
 _plain_buffers = [memoryview(bytearray(MAX_PLAINTEXT_BYTES)) for _ in range(3)]
 _depth = 0
+_filling = False  # whether the send buffer is being filled: nobody else may
 
 
 class Carrier(Protocol):
@@ -102,6 +103,7 @@ class Connection:
         remote_peer: authenticated peer id of the other side.
         initiator: whether we dialled.
         busy: number of links that carry work; makes the heartbeat quicker.
+        tickers: called with the time about once a second.
         ready: set once the multiplexer was agreed on.
         closed: set once the connection is gone; :attr:`reason` says why.
     """
@@ -122,6 +124,7 @@ class Connection:
         self.path = path
         self.address = address
         self.busy = 0
+        self.tickers: set[Callable[[float], None]] = set()
         self.ready = trio.Event()
         self.closed = trio.Event()
         self.reason = ""
@@ -204,6 +207,8 @@ class Connection:
             self._last_ping = now
             self.mux.ping(now)
         self.mux.sweep(now)
+        for ticker in list(self.tickers):
+            ticker(now)
 
     def statistics(self) -> ConnectionStatistics:
         """A snapshot."""
@@ -243,6 +248,7 @@ class Connection:
             return 0
         limit = min(len(room) - OVERHEAD, MAX_PLAINTEXT_BYTES)
         if self._pending:
+            self.mux.exhausted = False
             plain = memoryview(bytes(self._pending[:limit]))
             del self._pending[: len(plain)]
         elif self.ready.is_set():
@@ -298,9 +304,14 @@ class Connection:
         """The carrier saw the end."""
         self._end(reason or "the other side closed the connection")
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits to be sent, not even the connection's end; right only after a pull."""
+        return self.mux.exhausted and not self._draining and not self._pending
+
     def drained(self) -> None:
         """The carrier has sent all there was."""
-        if self._draining and not self.closed.is_set():
+        if self._draining and self.urgency() is None and not self.closed.is_set():
             self._end(self.reason or "closed here")
 
     def _end(self, reason: str) -> None:
@@ -351,17 +362,29 @@ class Connection:
 
 
 class TcpCarrier:
-    """Moves a connection over a TCP socket with one reader and one writer task."""
+    """Moves a connection over a TCP socket with one reader and one writer task.
+
+    The first thing that is to be sent after something came is sent at once, by whoever queued it: an answer saves the
+    change to the writer's task. All else is left to the writer, which takes many small frames into one message.
+    """
 
     def __init__(self, connection: Connection, duplex: TcpDuplex) -> None:
         self._connection = connection
         self._duplex = duplex
         self._socket = duplex.socket
         self._parked: trio.lowlevel.Task | None = None
-        self._rest = b""
+        self._rest = b""  # encrypted, and not yet taken by the socket
+        self._eager = False
+        self._feeding = False
         tune(self._socket)
 
     def wake(self) -> None:
+        if self._parked is None:
+            return
+        if self._eager and not self._feeding and not _filling and not self._connection.closed.is_set():
+            self._eager = False
+            if self._send_now():
+                return
         task, self._parked = self._parked, None
         if task is not None:
             trio.lowlevel.reschedule(task)
@@ -372,14 +395,21 @@ class TcpCarrier:
 
     def flush(self) -> None:
         """Send what fits into the socket right now."""
-        if self._rest:
-            return
+        if not self._rest and not _filling:
+            self._send_now()
+
+    def _send_now(self) -> bool:
+        """Send one batch; True when that was all there is. The rest is left to the writer."""
         size = self._fill()
         if size:
             try:
-                self._socket.send(_send_buffer[:size])
-            except OSError as error:
-                logger.debug("nothing could be sent any more to %s: %s", self._connection.remote_peer, error)
+                sent = self._socket.send(_send_buffer[:size])
+            except OSError:  # it is full, or broken: the writer will see which
+                sent = 0
+            if sent < size:
+                self._rest = bytes(_send_buffer[sent:size])
+                return False
+        return self._connection.idle
 
     async def run(self) -> None:
         """Run until the connection is closed."""
@@ -419,43 +449,51 @@ class TcpCarrier:
             if not got:
                 return
             full = kept + got == len(_receive_buffer)
+            self._feeding = True
             used = connection.feed(_receive_buffer[: kept + got])
+            self._feeding = False
+            self._eager = True
             rest = bytes(_receive_buffer[used : kept + got])
 
     def _fill(self) -> int:
         """Encrypt up to a batch into the shared buffer; returns its size."""
+        global _filling
         filled = 0
+        _filling = True
+        pull, mux = self._connection.pull, self._connection.mux
         while filled < SEND_BATCH_BYTES:
-            count = self._connection.pull(_send_buffer[filled:])
-            if not count:
-                break
+            count = pull(_send_buffer[filled:])
             filled += count
+            if not count or mux.exhausted:
+                break
+        _filling = False
         return filled
 
     async def _write(self) -> None:
         connection, sock = self._connection, self._socket
         while not connection.closed.is_set():
-            size = self._fill()
-            if not size:
-                connection.drained()
-                if connection.closed.is_set():
-                    return
-                self._parked = trio.lowlevel.current_task()
-                await trio.lowlevel.wait_task_rescheduled(self._give_up_parking)
-                continue
-            try:
-                sent = sock.send(_send_buffer[:size])
-            except (BlockingIOError, InterruptedError):
-                sent = 0
-            except OSError as error:
-                connection.ended(f"the connection broke: {error.strerror or error}")
+            if self._rest and not await self._send_rest():
                 return
-            if sent < size:
-                self._rest = bytes(_send_buffer[sent:size])
-                if not await self._send_rest():
+            size = self._fill()
+            if size:
+                try:
+                    sent = sock.send(_send_buffer[:size])
+                except (BlockingIOError, InterruptedError):
+                    sent = 0
+                except OSError as error:
+                    connection.ended(f"the connection broke: {error.strerror or error}")
                     return
-            else:
-                await trio.lowlevel.checkpoint()
+                if sent < size:
+                    self._rest = bytes(_send_buffer[sent:size])
+                    continue
+                if not connection.idle:
+                    await trio.lowlevel.checkpoint()
+                    continue
+            connection.drained()
+            if connection.closed.is_set():
+                return
+            self._parked = trio.lowlevel.current_task()
+            await trio.lowlevel.wait_task_rescheduled(self._give_up_parking)
 
     async def _send_rest(self) -> bool:
         rest = memoryview(self._rest)

@@ -204,7 +204,6 @@ class Link:
         self._outgoing[cls].append(_Outgoing(views, size))
         self._sent[0] += 1
         self._sent[1] += size
-        self._rate.add(size)
         self._notify()
 
     async def receive(self) -> memoryview:
@@ -263,7 +262,7 @@ class Link:
             self._unread,
             state.round_trip_p50 if state else None,
             state.round_trip_p95 if state else None,
-            self._rate.per_second(),
+            self._rate.per_second(trio.current_time(), self._sent[1] + self._received[1]),
             self._path_changed_at,
             self._path_changes,
         )
@@ -275,6 +274,7 @@ class Link:
         self._connection = connection
         self._path = connection.path
         connection.busy += 1
+        connection.tickers.add(self._tick)
         self.begin_in_memory(stream, opened_here=opened_here)
 
     def begin_in_memory(self, stream: MuxedStream, *, opened_here: bool) -> None:
@@ -302,12 +302,16 @@ class Link:
             self._wake_all()
             self._over()
 
+    def _tick(self, now: float) -> None:
+        self._rate.sample(now, self._sent[1] + self._received[1])
+
     def _over(self) -> None:
         """Nothing can be sent any more: whoever keeps account of the link is told, once."""
         if not self._told:
             self._told = True
             if self._connection is not None:
                 self._connection.busy -= 1
+                self._connection.tickers.discard(self._tick)
             if self.on_closed is not None:
                 self.on_closed(self)
 
@@ -509,7 +513,6 @@ class Link:
         self._unread_bytes += len(frame)
         self._received[0] += 1
         self._received[1] += len(frame)
-        self._rate.add(len(frame))
         self._receivers.unpark()
 
     def _own_received(self, message: bytes) -> None:
@@ -545,25 +548,20 @@ def refuse(stream: MuxedStream, reason: str) -> None:
 
 
 class _Rate:
-    """Bytes a second over the last ten seconds, in steps of one."""
+    """Bytes a second over the last ten seconds, from totals noted about once a second."""
 
-    SECONDS = 10
+    SECONDS = 10.0
 
     def __init__(self) -> None:
-        self._begun = trio.current_time()
-        self._counts = [0] * self.SECONDS
-        self._second = int(self._begun)
+        self._samples: deque[tuple[float, int]] = deque([(trio.current_time(), 0)])
 
-    def _advance(self) -> None:
-        now = int(trio.current_time())
-        for second in range(self._second + 1, min(now, self._second + self.SECONDS) + 1):
-            self._counts[second % self.SECONDS] = 0
-        self._second = now
+    def sample(self, now: float, total: int) -> None:
+        """Note the total."""
+        self._samples.append((now, total))
+        while len(self._samples) > 2 and self._samples[1][0] < now - self.SECONDS:
+            self._samples.popleft()
 
-    def add(self, count: int) -> None:
-        self._advance()
-        self._counts[self._second % self.SECONDS] += count
-
-    def per_second(self) -> float:
-        self._advance()
-        return sum(self._counts) / min(max(trio.current_time() - self._begun, 1.0), self.SECONDS)
+    def per_second(self, now: float, total: int) -> float:
+        """The rate up to now."""
+        then, before = self._samples[0]
+        return (total - before) / max(now - then, 1.0)

@@ -7,9 +7,11 @@ or none.
 
 Wire format (https://github.com/hashicorp/yamux/blob/master/spec.md): a header of 12 bytes, big-endian:
 version 0 (1), type (1), flags (2), stream id (4), length (4). Windows start at 256 KiB, as the specification has it.
-They are enforced: who sends past one loses the connection. A window grows, up to ``MAX_WINDOW_BYTES``, when the rate
-seen needs it (4 * rate * round-trip time > window), and never on a round trip under a millisecond, where a larger
-window only makes small messages wait behind large ones.
+They are enforced: who sends past one loses the connection. A window grows, up to ``MAX_WINDOW_BYTES``, while more
+than half of it arrives within a round trip: it is then what limits the rate, and about doubles every round trip. Once
+the line is the limit it stays between two and three round trips' worth; more would only lengthen queues on the way.
+On a round trip under a millisecond it stops at ``SHORT_WINDOW_BYTES``: more would only make small messages wait behind
+large ones.
 """
 
 from __future__ import annotations
@@ -37,7 +39,12 @@ GO_AWAY_NORMAL, GO_AWAY_PROTOCOL_ERROR, GO_AWAY_INTERNAL_ERROR = range(3)
 
 INITIAL_WINDOW_BYTES = 256 * 1024  # fixed by the specification
 MAX_WINDOW_BYTES = 16 * 1024 * 1024  # what one stream may have in flight: 400 MB/s at 40 ms
-GROW_ROUND_TRIP = 0.001  # s; below this a window of 256 KiB carries over 250 MB/s
+GRANT_PART = 4  # of the window is taken before the other side is told: 12 bytes for every 64 KiB at least
+SETTLED_ROUND_TRIPS = 3  # measured before a window grows
+SHORT_ROUND_TRIP = 0.001  # s: loopback, a fast local network
+SHORT_WINDOW_BYTES = (
+    512 * 1024
+)  # there; 256 KiB makes both ends wait for each other, and more lengthens waits
 
 #: Send window that bulk leaves free on a classed stream, so that a decode message need not wait for a grant.
 RESERVE_BYTES = 64 * 1024
@@ -215,7 +222,11 @@ class MuxedStream:
     def consumed(self, count: int) -> None:
         """``count`` bytes were taken: the other side may send as many again, and is told in large steps."""
         self._ungranted += count
-        if self._ungranted * 2 >= self.target_window and not self._fin_received and self._error is None:
+        if (
+            self._ungranted * GRANT_PART >= self.target_window
+            and not self._fin_received
+            and self._error is None
+        ):
             self.grant()
 
     def grant(self) -> None:
@@ -227,19 +238,28 @@ class MuxedStream:
             self.mux.queue_control(WINDOW_UPDATE, 0, self.id, grant)
 
     def _grow(self) -> int:
+        """Bytes by which the window grows now."""
         now = trio.current_time()
+        start = self._epoch_start
         round_trip = self.mux.min_round_trip
-        start, self._epoch_start = self._epoch_start, now
-        taken, self._epoch_bytes = self._epoch_bytes, 0
-        if start is None or round_trip is None or round_trip < GROW_ROUND_TRIP:
+        if start is None or round_trip is None:
+            self._epoch_start, self._epoch_bytes = now, 0
             return 0
-        rate = taken / max(now - start, 1e-4)
-        wanted = 4 * rate * round_trip
-        if wanted <= self.target_window:
+        elapsed = now - start
+        limit = self.mux.max_window
+        if round_trip < SHORT_ROUND_TRIP:
+            round_trip, limit = SHORT_ROUND_TRIP, SHORT_WINDOW_BYTES
+        if elapsed < round_trip:
+            return 0  # a rate over less than a round trip is that of a burst
+        in_a_round_trip = self._epoch_bytes / elapsed * round_trip
+        self._epoch_start, self._epoch_bytes = now, 0
+        if 2 * in_a_round_trip <= self.target_window:
             return 0
-        grown = min(self.mux.max_window, max(2 * self.target_window, int(wanted)))
-        grown = min(grown, self.target_window + self.mux.window_budget)
-        more = max(grown - self.target_window, 0)
+        if self.mux.round_trips_seen < SETTLED_ROUND_TRIPS:
+            self.mux.ping(now)  # one slow ping of a busy machine must not pass for a long line
+            return 0
+        wanted = min(2 * self.target_window, int(3 * in_a_round_trip), limit)
+        more = max(min(wanted - self.target_window, self.mux.window_budget), 0)
         self.mux.window_budget -= more
         self.target_window += more
         return more
@@ -459,9 +479,11 @@ class Yamux:
 
     Attributes:
         min_round_trip: smallest round trip seen, seconds, or None.
+        round_trips_seen: how many were measured.
         buffered_bytes: received and not yet taken, over all streams.
         window_budget: bytes by which windows may still grow, over all streams.
         violations: count of protocol breaks by reason code.
+        exhausted: whether the last pull took all there was to send.
     """
 
     def __init__(
@@ -479,6 +501,7 @@ class Yamux:
         self.max_window = max_window
         self.window_budget = 2 * MAX_WINDOW_BYTES
         self.min_round_trip: float | None = None
+        self.round_trips_seen = 0
         self.buffered_bytes = 0
         self.violations: dict[str, int] = {}
         self._on_stream = on_stream
@@ -498,6 +521,7 @@ class Yamux:
         self._ping_value = 0
         self._ping_sent: float | None = None
         self._going_away = False
+        self.exhausted = False
         self._lost: str | None = None
         self.on_round_trip: Callable[[float], None] | None = None
 
@@ -552,6 +576,7 @@ class Yamux:
             return
         self._control.append(HEADER.pack(0, kind, flags, stream_id, value))
         self._control_bytes += HEADER_BYTES
+        self.exhausted = False
         self._on_writable()
 
     def ready(self, stream: MuxedStream) -> None:
@@ -563,6 +588,7 @@ class Yamux:
         if queued is None or urgency < queued:
             stream._queued_class = urgency
             self._enqueue(stream, urgency)
+            self.exhausted = False
             self._on_writable()
 
     def _enqueue(self, stream: MuxedStream, urgency: int) -> None:
@@ -590,6 +616,7 @@ class Yamux:
         """Write whole frames into ``room``, the most urgent first; returns the bytes written."""
         filled = 0
         size = len(room)
+        self.exhausted = False
         while self._control and size - filled >= HEADER_BYTES:
             room[filled : filled + HEADER_BYTES] = self._control.popleft()
             filled += HEADER_BYTES
@@ -599,6 +626,7 @@ class Yamux:
         while size - filled > HEADER_BYTES:
             stream = self._next_stream()
             if stream is None:
+                self.exhausted = not self._control
                 break
             urgency = stream._queued_class
             assert urgency is not None
@@ -772,6 +800,7 @@ class Yamux:
         elif flags & ACK and self._ping_sent is not None and value == self._ping_value:
             round_trip = trio.current_time() - self._ping_sent
             self._ping_sent = None
+            self.round_trips_seen += 1
             if self.min_round_trip is None or round_trip < self.min_round_trip:
                 self.min_round_trip = round_trip
             if self.on_round_trip is not None:

@@ -317,13 +317,16 @@ async def test_pings_without_end_close_the_connection() -> None:
     assert caught.value.code == "flood"
 
 
-async def test_the_window_grows_with_rate_and_round_trip_and_not_below_a_millisecond(
+async def test_the_window_grows_with_rate_and_round_trip_and_little_below_a_millisecond(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    for round_trip, grown in ((0.0005, False), (0.04, True)):
+    for round_trip, least, most in (
+        (0.0005, yamux.INITIAL_WINDOW_BYTES, yamux.SHORT_WINDOW_BYTES),
+        (0.04, 4 * yamux.INITIAL_WINDOW_BYTES, yamux.MAX_WINDOW_BYTES),
+    ):
         near, _ = mux()
         far, inbound = mux(initiator=False)
-        far.min_round_trip = round_trip
+        far.min_round_trip, far.round_trips_seen = round_trip, 9
         stream = near.open()
         stream.send_nowait(bytes(8_000_000))
         for _ in range(200):
@@ -331,8 +334,7 @@ async def test_the_window_grows_with_rate_and_round_trip_and_not_below_a_millise
             while inbound[0].statistics().bytes_buffered:
                 await inbound[0].receive_some()
             await trio.sleep(0.004)
-        assert (inbound[0].target_window > yamux.INITIAL_WINDOW_BYTES) is grown
-        assert inbound[0].target_window <= yamux.MAX_WINDOW_BYTES
+        assert least <= inbound[0].target_window <= most
 
 
 async def test_go_away_takes_no_new_streams() -> None:
