@@ -298,8 +298,15 @@ class Bound:
             binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         for name, array in outputs.items():
             binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        # The public method asks for graph capture of GPUs each time, which costs as much as the call itself; the
+        # objects inside are called directly where they are found.
+        inner = getattr(session, "_sess", None)
+        inside = getattr(binding, "_iobinding", None)
         self._binding = binding
-        self._run = session.run_with_iobinding
+        if inner is not None and inside is not None:
+            self._run = functools.partial(inner.run_with_iobinding, inside, None)
+        else:
+            self._run = functools.partial(session.run_with_iobinding, binding)
         self._keep = (inputs, outputs)
 
     def output(self, name: str, array: Array) -> None:
@@ -323,6 +330,6 @@ class Bound:
             EngineError: an operator failed.
         """
         try:
-            self._run(self._binding)
+            self._run()
         except Exception as error:
             raise EngineError(f"onnxruntime failed: {' '.join(str(error).split())[:300]}") from error
