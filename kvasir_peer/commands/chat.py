@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 from cyclopts import Parameter
 
@@ -148,6 +149,8 @@ def chat(
         url = (here.base_url if here else "") or DEFAULT_URL
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"{url!r} is no address: give one such as {DEFAULT_URL}")
+    if not urlsplit(url).path.strip("/"):
+        url = url.rstrip("/") + "/v1"  # what everybody forgets
     options: dict[str, object] = {}
     if temperature is not None:
         options["temperature"] = temperature

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import trio
 
@@ -57,6 +59,15 @@ class BridgeModel:
         return wanted or min(most, DEFAULT_CONTEXT)
 
 
+def client_name(model: str) -> str:
+    """What clients call a model that its owner gave no name: its file's name without the ending.
+
+    Unlike ``general.name`` in the file it has no spaces, and tells the quantisation.
+    """
+    file = unquote(urlsplit(model).path) if "://" in model else model
+    return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", Path(file).name, flags=re.IGNORECASE)
+
+
 async def open_model(model: str, name: str, state: Path, report: Report) -> BridgeModel:
     """Open a GGUF by path or https address; the long part (hashing) runs in a thread and reports.
 
@@ -92,5 +103,5 @@ async def open_model(model: str, name: str, state: Path, report: Report) -> Brid
         Progress("manifest", f"{manifest.root.name}: {shape.n_layer} layers, {manifest.n_bytes / 1e6:.0f} MB")
     )
     return BridgeModel(
-        name or manifest.root.name, manifest, metadata, tensors, shape, chunks, tokenizer, template
+        name or client_name(model), manifest, metadata, tensors, shape, chunks, tokenizer, template
     )

@@ -203,3 +203,9 @@ def test_refusals(status, headers, body, kind, says, wait):
     error = answers.refusal(status, headers, body)
     assert type(error) is kind and says in str(error)
     assert wait is None or error.retry_after == wait
+
+
+def test_an_address_without_a_path_is_the_openai_one(server):
+    for url in (server.url, server.url.removesuffix("/v1"), server.url.removesuffix("/v1") + "/"):
+        result = kvasir("chat", url, "--prompt", "abc")
+        assert (result.returncode, result.stdout) == (0, "cba\n"), result.stderr
