@@ -148,8 +148,10 @@ class HopService:
         stream: MuxedStream | None = None
         circuit: Circuit | None = None
         try:
-            try:
-                with trio.fail_after(STOP_SECONDS):
+            reason = "target_silent"
+            with trio.CancelScope(deadline=trio.current_time() + STOP_SECONDS) as asking:
+                member.asking.add(asking)
+                try:
                     stream = await target.connection.open_stream(messages.STOP_PROTOCOL)
                     stream.send_nowait(
                         messages.stop_connect_message(
@@ -157,11 +159,16 @@ class HopService:
                         )
                     )
                     await messages.read_stop_status(stream)
-            except (LinkError, WireError, trio.TooSlowError) as error:
-                reason = "target_silent" if isinstance(error, trio.TooSlowError) else "target_refused"
-                relay.counters.refused("circuit", reason)
-                log.debug("circuit to %s: %s", target.peer_id, error or reason)
-                _answer(source, Status.CONNECTION_FAILED, reason)
+                    reason = ""
+                except (LinkError, WireError) as error:
+                    log.debug("circuit to %s: %s", target.peer_id, error)
+                    reason = "target_refused"
+                finally:
+                    member.asking.discard(asking)
+            if reason or stream is None:
+                if not source.closed:
+                    relay.counters.refused("circuit", reason)
+                    _answer(source, Status.CONNECTION_FAILED, reason)
                 return
             source.send_nowait(
                 messages.status_message(Status.OK, seconds=limits.circuit_time, data=limits.circuit_bytes)
@@ -212,6 +219,8 @@ class HopService:
 
     def end_circuits(self, member: Member, reason: str) -> None:
         """The connection is gone, or may not be used any more."""
+        for asking in member.asking:
+            asking.cancel()
         for circuit in list(member.circuits):
             circuit.end(reason)
 

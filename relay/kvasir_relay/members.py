@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import trio
+
 from kvasir_peer.net.connection import Connection
 from kvasir_relay.invites import Invite
 from kvasir_relay.limits import Address, Taken
@@ -39,6 +41,7 @@ class Member:
         since: trio time.
         invite: the one that was shown on this connection.
         circuits: that run over it, as source or target.
+        asking: circuits that it asked for and whose targets have not answered.
         used_at: trio time when it last asked for something or a circuit of it ended.
     """
 
@@ -49,6 +52,7 @@ class Member:
     since: float
     invite: Invite | None = None
     circuits: set[Circuit] = field(default_factory=set)
+    asking: set[trio.CancelScope] = field(default_factory=set)
     used_at: float = 0.0
 
     @property

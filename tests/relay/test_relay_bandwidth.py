@@ -197,12 +197,12 @@ async def test_the_rate_of_real_circuits(limit: str) -> None:
     limits = {f"bandwidth__{limit}": rate, "bandwidth__burst_time": "50ms"}
     async with running_relay(**limits) as relay, joined(relay, 3) as (a, b, c):
         got = [0, 0]
+        start = trio.current_time()
         async with trio.open_nursery() as nursery:
             for number, target in enumerate((b, c)):
                 near, far = await joined_circuit(a, target)
                 nursery.start_soon(pour, near)
                 nursery.start_soon(count, far, got, number)
-            start = trio.current_time()
             await trio.sleep(seconds)
             took = trio.current_time() - start
             nursery.cancel_scope.cancel()
