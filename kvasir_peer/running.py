@@ -21,6 +21,7 @@ from kvasir_peer.progress import Progress
 
 LOCK_FILE = "running.lock"
 STATE_FILE = "running.json"
+PAUSE_FILE = "paused"  # is there while the owner wants the machine for something else
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,3 +135,20 @@ def find(home: Path) -> Running | None:
         if _lock(file):
             return None
     return _read(home)
+
+
+def set_paused(home: Path, paused: bool) -> None:
+    """Leave word for a running volunteer.
+
+    Raises:
+        SettingsError: the home directory cannot be written.
+    """
+    file = home / PAUSE_FILE
+    try:
+        if paused:
+            home.mkdir(parents=True, exist_ok=True, mode=0o700)
+            file.touch()
+        else:
+            file.unlink(missing_ok=True)
+    except OSError as error:
+        raise SettingsError(f"cannot write {file}: {error.strerror or error}") from None

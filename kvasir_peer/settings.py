@@ -297,7 +297,9 @@ class BridgeSettings(PeerSettings):
     )
     name: str = option(text(), "", "Name of the model for clients; the file's own name if not given.")
     swarm: str = option(text("a name"), "kvasir", "Name of the swarm, written on its tickets.")
-    stages: int = option(whole(0, MAX_STAGES), 2, "Stages of the ring; at least 2.")
+    stages: int = option(
+        whole(0, MAX_STAGES), 2, "Stages of the ring, at least 2; 0 serves by coordinators alone."
+    )
     engine: str = option(_ENGINE, "auto", "Engine that stages are asked to use; auto leaves it to each.")
     host: str = option(text("an address or a host name"), "127.0.0.1", "Address that the HTTP server binds.")
     port: int = option(whole(0, 65535), 8000, "Port of the HTTP server; 0 takes a free one.")
@@ -316,6 +318,15 @@ class BridgeSettings(PeerSettings):
     micro_batch_rows: int = option(whole(1, 4096), 64, "Rows of one pass; bounds each frame between stages.")
     max_in_flight: int = option(whole(0, 256), 0, "Batches under way at once; 0 lets the head adapt it.")
     top_logprobs: int = option(whole(0, 20), 20, "Most alternatives with log-probabilities per token.")
+    saturation_threshold: int = option(
+        whole(1, 1024), 2, "Busy slots of a coordinator from which on volunteers are recruited."
+    )
+    base_replicas: int = option(whole(1, 64), 2, "Volunteers wanted for each expert that is covered.")
+    boost_replicas: int = option(whole(0, 64), 1, "Volunteers wanted on top while coordinators are busy.")
+    calm_after: float = option(duration(1, 3600), 30.0, "Time without load after which the boost ends.")
+    experts_dtype: str = option(
+        choice("f16", "f32", "bf16"), "f16", "Type of rows between dispatchers and volunteers."
+    )
     ticket_lifetime: float = option(duration(60, 3.2e8), 30 * 86400.0, "How long a ticket lets machines in.")
     ticket_roles: tuple[str, ...] = option(
         texts("roles out of volunteer, stage, coordinator", _check_role),
@@ -329,7 +340,8 @@ class BridgeSettings(PeerSettings):
             raise SettingsError("no model: give --model FILE.gguf, or --model https://…")
         if not self.relays:
             raise SettingsError("no relay: give --relay ADDRESS, as kvasir-relay prints it")
-        check_stages(self.stages)
+        if self.stages:
+            check_stages(self.stages)
         if short := [key for key in self.api_keys if len(key) < 16]:
             raise SettingsError(f"an API key has {len(short[0])} characters: use at least 16")
         if not self.api_keys and not is_loopback(self.host):
@@ -382,6 +394,44 @@ class StageSettings(PeerSettings):
             found = load_ticket(self.home)
         found.check(now=now, role=role)
         return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class VolunteerSettings(StageSettings):
+    """A volunteer: computes experts of a mixture-of-experts model while a swarm needs it."""
+
+    section = "volunteer"
+
+    model: str = option(text("a model's name"), "", "Help only with this model; any if not given.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorSettings(StageSettings):
+    """A coordinator: runs the whole model, and lets volunteers compute experts when it is busy."""
+
+    section = "coordinator"
+
+    slots: int = option(whole(1, 1024), 8, "Requests that are computed at once.")
+    context_length: int = option(
+        whole(0, 1 << 22), 0, "Positions of each request; 0 is the model's, at most 4096."
+    )
+    micro_batch_rows: int = option(whole(1, 4096), 64, "Rows of one pass.")
+    max_in_flight: int = option(whole(1, 64), 4, "Passes under way at once, while some wait for volunteers.")
+    top_logprobs: int = option(whole(0, 20), 20, "Most alternatives with log-probabilities per token.")
+    saturation_threshold: int = option(
+        whole(1, 1024), 2, "Busy slots from which on experts go to volunteers."
+    )
+    checks: str = option(
+        choice("sampled", "strict"),
+        "sampled",
+        "strict computes every row of a volunteer again before it is used.",
+    )
+    remote: str = option(
+        choice("auto", "all"), "auto", "all sends away whatever volunteers cover, busy or not.", flag=False
+    )
+    expert_floor_ms: float = option(
+        number(0.0, 1000.0), 0.0, "Least time of the own experts for each row and expert.", flag=False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -454,7 +504,15 @@ class PlanSettings(Settings):
 
 
 ROLE_SETTINGS: Final[Mapping[str, type[Settings]]] = {
-    role.section: role for role in (BridgeSettings, StageSettings, SwarmSettings, PlanSettings)
+    role.section: role
+    for role in (
+        BridgeSettings,
+        StageSettings,
+        VolunteerSettings,
+        CoordinatorSettings,
+        SwarmSettings,
+        PlanSettings,
+    )
 }
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
-from kvasir_peer.engines.base import F32, I32, ExpertBank
+from kvasir_peer.engines.base import F32, I32, ExpertBank, MemoryEstimate
 from kvasir_peer.errors import EngineError
 from kvasir_peer.wire.codec import Buffer
 from kvasir_peer.wire.experts import decode_rows
@@ -86,3 +88,29 @@ class ExpertRunner:
             self._absent[layer] = next((e for e in range(moe.n_expert) if e not in held), -1)
         found = self._absent[layer]
         return None if found < 0 else found
+
+
+class FlooredBank(ExpertBank):
+    """A bank that takes its time: what a slow machine would need, so that one can be measured on a fast one.
+
+    Args:
+        bank: that computes.
+        floor: least seconds for each row-expert pair.
+    """
+
+    def __init__(self, bank: ExpertBank, floor: float) -> None:
+        self._bank = bank
+        self._floor = floor
+        self.ranges, self.shape = bank.ranges, bank.shape
+
+    def memory(self) -> MemoryEstimate:
+        return self._bank.memory()
+
+    def compute(self, layer: int, x: F32, ids: I32, weights: F32) -> F32:
+        until = time.perf_counter() + self._floor * ids.size
+        sums = self._bank.compute(layer, x, ids, weights)
+        time.sleep(max(0.0, until - time.perf_counter()))
+        return sums
+
+    def close(self) -> None:
+        self._bank.close()

@@ -70,6 +70,8 @@ class LoadStage(msgspec.Struct, frozen=True):
     arena: ArenaShape
     memory_limit: int = 0
     """Bytes that the stage may take by its own estimate; 0 is what the machine has free."""
+    expert_floor_ms: float = 0.0
+    """Least time of the routed experts for each row-expert pair, so that slow machines can be measured on fast ones."""
 
 
 class Loaded(msgspec.Struct, frozen=True):

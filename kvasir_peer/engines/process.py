@@ -27,7 +27,7 @@ import kvasir_peer.errors as errors
 from kvasir_peer.engines import orders
 from kvasir_peer.engines.arena import Arena
 from kvasir_peer.engines.base import F32, ExpertBank, ExpertWork, Precision
-from kvasir_peer.engines.expert_runner import ExpertRunner
+from kvasir_peer.engines.expert_runner import ExpertRunner, FlooredBank
 from kvasir_peer.engines.interleaving import Interleaving
 from kvasir_peer.engines.orders import ArenaShape
 from kvasir_peer.wire.experts import encode_rows, rows_bytes
@@ -258,6 +258,8 @@ class EngineProcess:
             order.stages,
         )
         self._runner, self._stage = StageRunner(stack, limits, order.stage, order.dtype), order.job
+        if order.expert_floor_ms > 0 and self._runner.bank is not None:
+            self._runner.slow_down(FlooredBank(self._runner.bank, order.expert_floor_ms / 1e3))
         self._bank = self._runner.bank
         if self._bank is not None:
             self._experts = ExpertRunner(self._bank, order.max_rows)

@@ -8,7 +8,7 @@ from collections.abc import Container, Generator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvasir_peer.engines.base import F32, ExpertWork, LayerStack, Rows, Steps
+from kvasir_peer.engines.base import F32, ExpertBank, ExpertWork, LayerStack, Rows, Steps
 from kvasir_peer.engines.sampling import sample
 from kvasir_peer.wire.codec import Buffer
 from kvasir_peer.wire.membership import FLAG_OUTPUT, Limits, decode_membership
@@ -36,6 +36,7 @@ class StageRunner:
         self.tail = stack.spec.end == stack.shape.n_layer
         self._width = stack.shape.n_embd
         self.bank = stack.local_bank()
+        self._slowed = False
         # Token of each position, for the penalties; rows bring their tokens, so a rewind mends it by itself.
         self._tokens = np.zeros((limits.slots, limits.context_length), np.int32) if self.tail else None
 
@@ -61,6 +62,10 @@ class StageRunner:
             return stop.value
         raise AssertionError("a pass without layers to stop at runs through")
 
+    def slow_down(self, bank: ExpertBank) -> None:
+        """Compute experts by another bank than the stack's own, for measurements."""
+        self.bank, self._slowed = bank, True
+
     def slots(self, membership: Buffer) -> frozenset[int]:
         """Slots of which the stage computes rows. Raises WireError as :meth:`run`."""
         rows = decode_membership(membership, self._limits).rows
@@ -84,7 +89,9 @@ class StageRunner:
             (table["flags"] & FLAG_OUTPUT) != 0,
         )
         hidden = None if self.head else decode_tensor(boundary, self._dtype, len(rows), self._width)
-        if not any(layer in layers for layer in range(self._stack.spec.first, self._stack.spec.end)):
+        if not self._slowed and not any(
+            layer in layers for layer in range(self._stack.spec.first, self._stack.spec.end)
+        ):
             result = self._stack.forward(rows, hidden)
         else:
             result = yield from self._compute(rows, hidden, layers)

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Literal
 import trio
 
 from kvasir_peer.agent.chunk_transfer import Download, TransferProgress
+from kvasir_peer.agent.manifest_fetch import fetch_manifest
 from kvasir_peer.engines import orders
-from kvasir_peer.errors import KvasirError, LinkError, RefusedError
+from kvasir_peer.errors import KvasirError, LinkError, RefusedError, ResourceError
 from kvasir_peer.experts.expert_server import ExpertServer, ServerStatistics
 from kvasir_peer.experts.market_client import MarketClient
 from kvasir_peer.experts.volunteering import Ask, Claim, Coverage, Given, Wiring, sign_claim
 from kvasir_peer.models.slices import ExpertSlice, chunks_of
-from kvasir_peer.ring.manifest_fetch import fetch_manifest
 from kvasir_peer.wire import experts
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ class Volunteer:
         self._map_event = trio.Event()
         self._given: Given | None = None
         self._leases = self._retired = 0
+        self._share = 1.0  # of the owner's memory that is offered
         self._paused = False
         self._resumed = trio.Event()
         self._work = trio.CancelScope()
@@ -143,6 +144,10 @@ class Volunteer:
         """Be a volunteer again."""
         self._paused = False
         self._resumed.set()
+
+    def may_fetch(self, peer: str) -> bool:
+        """Whether a peer may fetch chunks from here: those that are in the dispatch map."""
+        return self._map is not None and (self._map.may_dispatch(peer) or self._map.worker(peer) is not None)
 
     # -- life -----------------------------------------------------------------------------------------------
 
@@ -237,7 +242,7 @@ class Volunteer:
         config = self._config
         return Ask(
             secret=config.secret,
-            memory=config.memory,
+            memory=int(config.memory * self._share),
             disk=config.disk,
             expansion=config.expansion,
             rate=config.rate,
@@ -253,6 +258,8 @@ class Volunteer:
     async def _give_back(self, given: Given, error: KvasirError) -> None:
         self._given = None
         self._set("problem", f"the experts could not be loaded: {error}")
+        if isinstance(error, ResourceError):
+            self._share /= 2  # the estimate of what fits was too high: offer less
         try:
             await self._market.ask(self._offer(lease=given.lease, give_back=True))
         except KvasirError as problem:

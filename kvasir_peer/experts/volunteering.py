@@ -156,6 +156,7 @@ class Joined(msgspec.Struct, frozen=True):
 
     model: str
     manifest: str
+    n_layer: int
     sources: tuple[Source, ...] = ()
 
 

@@ -21,9 +21,14 @@ from kvasir_peer.agent.chunk_transfer import serve_chunks
 from kvasir_peer.agent.loop_lag import LoopLag
 from kvasir_peer.api import openai
 from kvasir_peer.api.dashboard import JoinInfo, dashboard_routes
+from kvasir_peer.api.experts import expert_routes
 from kvasir_peer.api.metrics import BridgeStatistics, metrics_routes
 from kvasir_peer.api.swarm import swarm_routes
-from kvasir_peer.errors import SettingsError
+from kvasir_peer.errors import RefusedError, SettingsError
+from kvasir_peer.experts.coordinators import NOBODY
+from kvasir_peer.experts.ledger import Ledger
+from kvasir_peer.experts.market_service import MarketService, MarketSettings
+from kvasir_peer.experts.recruitment import RecruitmentSettings
 from kvasir_peer.net.node import Node
 from kvasir_peer.progress import Progress, Report
 from kvasir_peer.ring.manager import RingManager, RingSettings
@@ -45,10 +50,17 @@ class Bridge:
     """One bridge: what its routes and its OpenAI API ask for."""
 
     def __init__(
-        self, model: BridgeModel, manager: RingManager, node: Node, lag: LoopLag, ticket: Ticket
+        self,
+        model: BridgeModel,
+        manager: RingManager,
+        market: MarketService,
+        node: Node,
+        lag: LoopLag,
+        ticket: Ticket,
     ) -> None:
         self.model = model
         self.manager = manager
+        self.market = market
         self._node = node
         self._lag = lag
         self._ticket = ticket
@@ -58,11 +70,13 @@ class Bridge:
 
     async def stage_poll(self, peer: str, report: StageReport) -> Orders:
         """See :class:`~kvasir_peer.api.swarm.SwarmService`."""
+        if not self.manager.settings.stages:
+            raise RefusedError("this bridge has no ring: its coordinators compute whole models", peer=peer)
         return await self.manager.poll(peer, report)
 
     def admitted(self, peer: str) -> bool:
         """See :class:`~kvasir_peer.api.swarm.SwarmService`."""
-        return self.manager.admitted(peer)
+        return self.manager.admitted(peer) or self.market.admitted(peer)
 
     def manifest_bytes(self, model: str, page: str | None) -> bytes:
         """See :class:`~kvasir_peer.api.swarm.SwarmService`."""
@@ -110,7 +124,7 @@ class Bridge:
 
     def ready(self) -> bool:
         """See :class:`~kvasir_peer.api.metrics.MetricsService`."""
-        return self.manager.requests.attached
+        return self.manager.requests.attached or self.market.coordinators.attached
 
     def join_info(self) -> JoinInfo:
         """See :class:`~kvasir_peer.api.dashboard.DashboardService`."""
@@ -128,17 +142,24 @@ class Bridge:
                 chat_template=self.model.chat_template,
                 context_length=self.manager.settings.context_length,
                 created=self._started,
-                ready=self.manager.requests.attached,
-                missing=self.manager.missing(),
+                ready=self.ready(),
+                missing="" if self.ready() else self._missing(),
             )
         ]
+
+    def _missing(self) -> str:
+        return self.manager.missing() if self.manager.settings.stages else NOBODY
 
     @contextlib.asynccontextmanager
     async def generate(
         self, request: openai.GenerationRequest
     ) -> AsyncIterator[AsyncIterator[openai.TokenEvent]]:
         """See :class:`~kvasir_peer.api.openai.CompletionService`."""
-        async with self.manager.requests.generate(
+        # A coordinator has the whole model on one machine, which is quicker than any ring.
+        coordinators = self.market.coordinators
+        ring_alone = self.manager.settings.stages and not coordinators.attached
+        requests = self.manager.requests if ring_alone else coordinators
+        async with requests.generate(
             request.prompt,
             request.max_tokens,
             request.sampling,
@@ -220,6 +241,16 @@ def _invite(settings: BridgeSettings, peer: str) -> _Invitation:
     return _Invitation(ticket, ticket.encode())
 
 
+def _market_settings(settings: BridgeSettings, secret: bytes) -> MarketSettings:
+    recruitment = RecruitmentSettings(
+        saturation_threshold=settings.saturation_threshold,
+        base=settings.base_replicas,
+        boost=settings.boost_replicas,
+        calm_after=settings.calm_after,
+    )
+    return MarketSettings(secret, settings.experts_dtype, settings.micro_batch_rows, recruitment)
+
+
 async def run_bridge(
     settings: BridgeSettings, *, ready: Callable[[BridgeReady], None], report: Report
 ) -> None:
@@ -233,7 +264,8 @@ async def run_bridge(
         ModelFileError, SettingsError: said before anything is started.
         LinkError: no relay could be reached.
     """
-    with contextlib.closing(listen(settings.host, settings.port)) as listener:
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(contextlib.closing(listen(settings.host, settings.port)))
         me = identity.load_or_create(settings.identity_path)
         report(Progress("start", me.peer_id))
         model = await open_model(settings.model, settings.name, settings.home / "manifests", report)
@@ -257,27 +289,44 @@ async def run_bridge(
             manager = RingManager(
                 node, model.manifest, model.shape, ring_settings, sign=me.sign, report=report, lag=lag
             )
-            bridge = Bridge(model, manager, node, lag, invitation.ticket)
-            node.serve_http(Starlette(routes=swarm_routes(bridge)))
+            ledger = stack.enter_context(
+                contextlib.closing(await trio.to_thread.run_sync(Ledger, settings.home / "ledger.sqlite"))
+            )
+            market = MarketService(
+                node,
+                model.name,
+                model.manifest,
+                model.shape,
+                _market_settings(settings, invitation.ticket.secret),
+                sign=me.sign,
+                verify=identity.verify,
+                ledger=ledger,
+                report=report,
+            )
+            bridge = Bridge(model, manager, market, node, lag, invitation.ticket)
+            control = [*swarm_routes(bridge), *expert_routes(market)]
+            node.serve_http(Starlette(routes=control))
             node.handle(ring.PROTOCOL, ring.MAX_OPENING_FRAME, manager.take_link)
             node.handle(
                 chunks.PROTOCOL,
                 chunks.MAX_WANT_FRAME,
                 lambda link: serve_chunks(link, lambda: [model.chunks]),
-                accept=manager.admitted,
+                accept=bridge.admitted,
             )
             port = listener.getsockname()[1]
             host = f"[{settings.host}]" if ":" in settings.host else settings.host
             app = openai.create_app(
                 bridge,
                 keys=settings.api_keys,
-                routes=[*metrics_routes(bridge), *dashboard_routes(bridge), *swarm_routes(bridge)],
+                routes=[*metrics_routes(bridge), *dashboard_routes(bridge), *control],
                 host=settings.host,
             )
             async with trio.open_nursery() as nursery:
                 stop = trio.Event()
                 nursery.start_soon(lag.run)
-                nursery.start_soon(manager.run)
+                if settings.stages:
+                    nursery.start_soon(manager.run)
+                nursery.start_soon(market.run)
                 nursery.start_soon(serve_http, app, listener, stop.wait)
                 ready(BridgeReady(invitation.text, f"http://{host}:{port}/v1", model.name, me.peer_id))
                 await trio.sleep_forever()

@@ -1,0 +1,382 @@
+"""The bridge's side of its coordinators: links, requests on them, and what they say of their slots."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import secrets
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import trio
+
+from kvasir_peer.errors import (
+    BusyError,
+    EngineError,
+    LinkError,
+    NotReadyError,
+    RefusedError,
+    WireError,
+)
+from kvasir_peer.net.link import Priority
+from kvasir_peer.wire import coordinator as wire
+from kvasir_peer.wire import ring
+from kvasir_peer.wire.sampling import Sampling
+
+if TYPE_CHECKING:
+    from kvasir_peer.net.link import Link
+    from kvasir_peer.net.node import Node
+    from kvasir_peer.wire.codec import Codec
+
+logger = logging.getLogger(__name__)
+
+OPEN_SECONDS = 20.0
+RETRY_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0)
+PAUSE_COMMENT_SECONDS = 3.0  # a client hears something this often while its answer pauses
+PAUSE_LIMIT_SECONDS = 180.0  # an answer that could not go on for so long ends with an error
+NOBODY = "no coordinator serves this model"
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token of an answer.
+
+    Attributes:
+        token: its id, or -1 for a remark without a token.
+        logprob: of the token; 0 where none was asked for.
+        top: best tokens with their log-probabilities.
+        final: ``stop`` or ``length`` with the last token.
+        remark: why the answer pauses.
+    """
+
+    token: int
+    logprob: float = 0.0
+    top: tuple[tuple[int, float], ...] = ()
+    final: str = ""
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class CoordinatorStatistics:
+    """Counters grow for ever."""
+
+    coordinators: int
+    active: int
+    submitted: int
+    finished: int
+    failed: int
+    cancelled: int
+    resubmitted: int
+    tokens: int
+
+
+@dataclass
+class _Active:
+    id: int
+    prompt: list[int]
+    max_tokens: int
+    sampling: Sampling
+    stop_tokens: frozenset[int]
+    priority: int
+    deadline: float
+    on: str = ""
+    tokens: list[int] = field(default_factory=list)
+    ready: list[Token] = field(default_factory=list)
+    news: trio.Event = field(default_factory=trio.Event)
+    error: Exception | None = None
+    done: bool = False
+
+    def wake(self) -> None:
+        self.news.set()
+        self.news = trio.Event()
+
+
+@dataclass
+class _Attached:
+    peer: str
+    link: Link
+    codec: Codec
+    welcome: wire.Welcome
+    answers: dict[int, tuple[trio.Event, list[wire.Slots]]] = field(default_factory=dict)
+
+
+class Coordinators:
+    """All coordinators of one model at its bridge.
+
+    Args:
+        node: the bridge's.
+        model: manifest id.
+        changed: told when one is attached or lost.
+    """
+
+    def __init__(self, node: Node, model: str, changed: Callable[[], None] = lambda: None) -> None:
+        self._node = node
+        self._model = model
+        self._changed = changed
+        self._attached: dict[str, _Attached] = {}
+        self._wanted: dict[str, trio.CancelScope] = {}
+        self._addresses: dict[str, tuple[str, ...]] = {}
+        self._active: dict[int, _Active] = {}
+        self._ids = itertools.count(secrets.randbits(62))
+        self._nonces = itertools.count(1)
+        self._submitted = self._finished = self._failed = self._cancelled = self._resubmitted = 0
+        self._tokens = 0
+
+    @property
+    def attached(self) -> bool:
+        """Whether any coordinator takes requests."""
+        return bool(self._attached)
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Those that take requests."""
+        return tuple(sorted(self._attached))
+
+    # -- links ----------------------------------------------------------------------------------------------
+
+    async def keep(self, peer: str, addresses: tuple[str, ...]) -> None:
+        """Hold a link to a coordinator until :meth:`drop`."""
+        self._addresses[peer] = addresses
+        if peer in self._wanted:
+            return
+        failures = 0
+        with trio.CancelScope() as self._wanted[peer]:
+            while True:
+                try:
+                    attached = await self._open(peer)
+                    failures = 0
+                    await self._serve(attached)
+                except (LinkError, WireError, RefusedError) as error:
+                    logger.info("coordinator %s: %s", peer, error)
+                await trio.sleep(RETRY_DELAYS[min(failures, len(RETRY_DELAYS) - 1)])
+                failures += 1
+
+    def drop(self, peer: str) -> None:
+        """Let go of a coordinator that is gone."""
+        scope = self._wanted.pop(peer, None)
+        if scope is not None:
+            scope.cancel()
+
+    async def _open(self, peer: str) -> _Attached:
+        with trio.move_on_after(OPEN_SECONDS):
+            link = await self._node.open_link(
+                peer,
+                wire.PROTOCOL,
+                max_frame=wire.MAX_OPENING_FRAME,
+                addresses=self._addresses.get(peer, ()),
+            )
+            welcomed = False
+            try:
+                await link.send(wire.OPENING.encode(wire.Hello(self._model)))
+                welcome, _ = wire.OPENING.decode(await link.receive())
+                if isinstance(welcome, ring.Refusal):
+                    raise RefusedError(f"{peer} refused: {welcome.reason[:200]}", peer=peer)
+                if not isinstance(welcome, wire.Welcome):
+                    raise WireError("unexpected", f"{type(welcome).__name__} for a welcome", peer=peer)
+                welcome.check()
+                link.max_frame = welcome.submit_frame
+                welcomed = True
+                return _Attached(peer, link, welcome.codec(), welcome)
+            finally:
+                if not welcomed:
+                    link.close()
+        raise LinkError(f"the coordinator {peer} did not answer in {OPEN_SECONDS:.0f} s", peer=peer)
+
+    async def _serve(self, attached: _Attached) -> None:
+        self._attached[attached.peer] = attached
+        self._changed()
+        try:
+            for active in [a for a in self._active.values() if not a.on]:
+                self._resubmitted += 1
+                await self._submit(active)
+            while True:
+                message, _ = attached.codec.decode(await attached.link.receive())
+                self._take(attached, message)
+        finally:
+            attached.link.close()
+            if self._attached.get(attached.peer) is attached:
+                del self._attached[attached.peer]
+            for event, _ in attached.answers.values():
+                event.set()
+            self._changed()
+            await self._move(attached.peer)
+
+    async def _move(self, peer: str) -> None:
+        """Requests of a lost coordinator go on at another one, from their tokens."""
+        with trio.move_on_after(2, shield=True):
+            for active in [a for a in self._active.values() if a.on == peer]:
+                active.on = ""
+                if self._attached:
+                    self._resubmitted += 1
+                    await self._submit(active)
+                active.wake()
+
+    def _take(self, attached: _Attached, message: object) -> None:
+        if isinstance(message, wire.Tokens):
+            for output in message.outputs:
+                self._token(attached.peer, output)
+        elif isinstance(message, ring.Ended):
+            self._ended(attached.peer, message)
+        elif isinstance(message, wire.Slots):
+            waiting = attached.answers.get(message.nonce)
+            if waiting is not None:
+                waiting[1].append(message)
+                waiting[0].set()
+        else:
+            raise WireError("unexpected", f"{type(message).__name__} from a coordinator", peer=attached.peer)
+
+    def _token(self, peer: str, output: ring.Output) -> None:
+        active = self._active.get(output.request)
+        if active is None or active.on != peer or active.done:
+            return
+        # The token belongs behind what is known; anything else is of a former submission.
+        if output.position != len(active.prompt) + len(active.tokens) - 1:
+            return
+        active.tokens.append(output.token)
+        final = ""
+        if output.token in active.stop_tokens:
+            final = "stop"
+        elif len(active.tokens) >= active.max_tokens:
+            final = "length"
+        active.done = bool(final)
+        active.ready.append(Token(output.token, output.logprob, output.top, final))
+        active.wake()
+
+    def _ended(self, peer: str, ended: ring.Ended) -> None:
+        active = self._active.get(ended.request)
+        if active is None or active.on != peer or active.done or ended.reason in ("stop", "length"):
+            return
+        text = ended.message or f"the answer ended: {ended.reason}"
+        if ended.reason == "busy":
+            active.error = BusyError(text, retry_after=ended.retry_after or 2.0)
+        else:
+            active.error = EngineError(text)
+        active.wake()
+
+    async def slots(self, peer: str, timeout: float) -> wire.Slots | None:
+        """What a coordinator says of its slots, or None when it does not in time."""
+        attached = self._attached.get(peer)
+        if attached is None:
+            return None
+        nonce = next(self._nonces)
+        event, answers = attached.answers[nonce] = (trio.Event(), list[wire.Slots]())
+        try:
+            with trio.move_on_after(timeout):
+                await attached.link.send(attached.codec.encode(wire.SlotsWanted(nonce)))
+                await event.wait()
+        except LinkError as error:
+            logger.info("the slots of %s could not be read: %s", peer, error)
+        finally:
+            attached.answers.pop(nonce, None)
+        return answers[0] if answers else None
+
+    # -- requests -------------------------------------------------------------------------------------------
+
+    async def _submit(self, active: _Active) -> None:
+        load = {peer: 0 for peer in self._attached}
+        for other in self._active.values():
+            if other.on in load:
+                load[other.on] += 1
+        peer = min(load, key=lambda p: (load[p] / self._attached[p].welcome.slots, p))
+        attached = self._attached[peer]
+        active.on = peer
+        now = trio.current_time()
+        left = 0.0 if math.isinf(active.deadline) else max(0.001, active.deadline - now)
+        message = ring.Submit(
+            active.id,
+            (*active.prompt, *active.tokens),
+            active.max_tokens - len(active.tokens),
+            active.sampling,
+            tuple(active.stop_tokens),
+            active.priority,
+            left,
+        )
+        try:
+            await attached.link.send(attached.codec.encode(message), Priority.CONTROL)
+        except LinkError as error:
+            logger.info("a request waits for the next link: %s", error)
+
+    @contextlib.asynccontextmanager
+    async def generate(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        sampling: Sampling,
+        stop_tokens: frozenset[int],
+        *,
+        priority: int = 0,
+        deadline: float = math.inf,
+    ) -> AsyncIterator[AsyncIterator[Token]]:
+        """Submit a request; leaving the block cancels it. As a ring's requests do.
+
+        Raises:
+            NotReadyError: no coordinator serves. BusyError: from the iterator, before its first token.
+        """
+        if not self._attached:
+            raise NotReadyError(NOBODY)
+        active = _Active(next(self._ids), prompt, max_tokens, sampling, stop_tokens, priority, deadline)
+        self._active[active.id] = active
+        self._submitted += 1
+        try:
+            await self._submit(active)
+            yield self._tokens_of(active)
+        finally:
+            self._active.pop(active.id, None)
+            if active.done:
+                self._finished += 1
+            elif active.error is not None:
+                self._failed += 1
+            else:
+                self._cancelled += 1
+                with trio.move_on_after(1, shield=True):
+                    await self._cancel(active)
+
+    async def _cancel(self, active: _Active) -> None:
+        attached = self._attached.get(active.on)
+        if attached is None:
+            return
+        try:
+            await attached.link.send(attached.codec.encode(ring.Cancel(active.id)))
+        except LinkError as error:
+            logger.info("a cancel was not heard: %s", error)
+
+    async def _tokens_of(self, active: _Active) -> AsyncIterator[Token]:
+        paused_since: float | None = None
+        while True:
+            while active.ready:
+                token = active.ready.pop(0)
+                self._tokens += 1
+                yield token
+                if token.final:
+                    return
+            if active.error is not None:
+                raise active.error
+            news = active.news
+            with trio.move_on_after(PAUSE_COMMENT_SECONDS):
+                await news.wait()
+            if active.on:
+                paused_since = None
+                continue
+            now = trio.current_time()
+            paused_since = paused_since if paused_since is not None else now
+            if now - paused_since > PAUSE_LIMIT_SECONDS:
+                active.error = NotReadyError(f"the answer could not go on: {NOBODY}")
+                raise active.error
+            if not active.ready:
+                yield Token(-1, remark=NOBODY)
+
+    def statistics(self) -> CoordinatorStatistics:
+        """A snapshot."""
+        return CoordinatorStatistics(
+            len(self._attached),
+            len(self._active),
+            self._submitted,
+            self._finished,
+            self._failed,
+            self._cancelled,
+            self._resubmitted,
+            self._tokens,
+        )
