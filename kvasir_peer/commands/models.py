@@ -162,13 +162,17 @@ def show_model(
 
 
 def split_experts(
-    source: Annotated[Path, Parameter(name="IN", help="GGUF of a dense model, architecture llama.")],
+    source: Annotated[Path, Parameter(name="IN", help="GGUF of a dense model: llama, qwen2 or qwen3.")],
     target: Annotated[Path, Parameter(name="OUT", help="GGUF to write.")],
     /,
     *,
     experts: Annotated[
         int, Parameter(help="Experts of each layer: 2, 4, 8 …; half are used for a row.")
     ] = 16,
+    all_experts: Annotated[
+        bool,
+        Parameter(negative="", help="No choice: every row uses all experts, each of them once in the file."),
+    ] = False,
     seed: Annotated[int, Parameter(help="Of the router's random vectors.")] = 0,
 ) -> None:
     """Re-lay a dense model's feed-forward neurons as experts, so that volunteers can share it.
@@ -187,6 +191,7 @@ def split_experts(
         source,
         target,
         experts=experts,
+        routed=not all_experts,
         seed=seed,
         progress=lambda done, total: report(Progress("manifest", f"writing {target}", done, total, "bytes")),
     )
