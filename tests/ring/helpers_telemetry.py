@@ -28,6 +28,7 @@ class TrueRing:
         rates: seconds that a batch occupies the link of each hop.
         clocks: what each stage's clock shows when the bridge's shows 0.
         word: one-way seconds from the head to the bridge.
+        start: when the epoch begins.
         truth: for each batch its (start, end) at each stage, on the bridge's clock.
     """
 
@@ -37,6 +38,7 @@ class TrueRing:
     clocks: Sequence[float] = ()
     word: float = 0.01
     epoch: int = 1
+    start: float = 0.0
     telemetry: RingTelemetry = field(default_factory=RingTelemetry)
     truth: list[list[tuple[float, float]]] = field(default_factory=list)
 
@@ -46,7 +48,7 @@ class TrueRing:
         self.clocks = self.clocks or [1000.0 * (index + 1) for index in range(count)]
         self._free = [0.0] * count
         self._link_free = [0.0] * count
-        self.begin(0.0)
+        self.begin(self.start)
 
     def begin(self, now: float) -> None:
         self.telemetry.began(plan(len(self.passes), self.epoch), now)
