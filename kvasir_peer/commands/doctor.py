@@ -136,6 +136,19 @@ def _engines() -> Iterator[Finding]:
                 f"computes right on {found.device}: error {found.exact_error:.1g} in float32, "
                 f"{found.fast_error:.1g} in four bits",
             )
+            if name == "onnx":
+                yield from _onnx_kernels()
+
+
+def _onnx_kernels() -> Iterator[Finding]:
+    from kvasir_peer.engines.onnx_probe import probe
+
+    trials = probe().trials
+    working = sum(trial.works for trial in trials)
+    yield Finding("ok", "onnx kernels", f"{working} of {len(trials)} work")
+    for trial in trials:
+        if not trial.works:
+            yield Finding("note", "onnx kernels", f"{trial.name}: {trial.remark}")
 
 
 def _home(folder: Path) -> Iterator[Finding]:
