@@ -191,9 +191,12 @@ async def test_kill_9_of_an_end_is_seen_by_the_other_in_two_seconds_and_leaks_no
                 for end in ends:
                     with pytest.raises(LinkError):
                         await end.receive_some()
-            await until(lambda: relay.statistics().ledger.circuits == 0)
-            held = relay.statistics()
-            assert (held.ledger.connections, held.ledger.reservations, held.peers) == (1, 1, 1)
+
+            def held() -> tuple[int, ...]:
+                now = relay.statistics()
+                return (now.ledger.circuits, now.ledger.connections, now.ledger.reservations, now.peers)
+
+            await until(lambda: held() == (0, 1, 1, 1))
             assert not relay.hop.circuits
             assert relay.members()[0].connection.busy == 0
         finally:
