@@ -190,7 +190,7 @@ async def receive(stream: MuxedStream, count: int) -> bytes:
 async def until(condition: Callable[[], object]) -> None:
     """Wait until something has happened; fails in the end."""
     with trio.fail_after(PATIENCE):
-        while not condition():  # noqa: ASYNC110 - what is waited for happens in code under test
+        while not condition():
             await trio.sleep(0.005)
 
 
