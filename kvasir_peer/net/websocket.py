@@ -38,6 +38,7 @@ class WebSocketDuplex:
         self._stream = stream
         self._socket = socket
         self._received: deque[bytes] = deque()
+        self._pending: deque[wsproto.events.Event] = deque()  # what came with the answer to ours
         self._sending = trio.Lock()
         self._ended = False
         self._bytes_read = 0
@@ -49,7 +50,9 @@ class WebSocketDuplex:
         self = cls(stream, wsproto.WSConnection(wsproto.ConnectionType.CLIENT))
         await self._send(Request(host=host, target=target))
         while True:
-            for event in await self._events():
+            self._pending.extend(await self._events())
+            while self._pending:
+                event = self._pending.popleft()
                 if isinstance(event, AcceptConnection):
                     return self
                 if isinstance(event, RejectConnection):
@@ -103,7 +106,10 @@ class WebSocketDuplex:
         while not self._received:
             if self._ended:
                 return b""
-            for event in await self._events():
+            if not self._pending:
+                self._pending.extend(await self._events())
+            while self._pending:
+                event = self._pending.popleft()
                 if isinstance(event, BytesMessage):
                     if event.data:
                         self._received.append(bytes(event.data))
