@@ -41,6 +41,7 @@ class Flow:
     Attributes:
         queued: bytes that wait here.
         carried: bytes that arrived since the circuit began.
+        pieces: in how many pieces they came; what each costs does not depend on its size.
         allowance: bytes that may leave; counts only while bandwidth is limited.
         shares: the bandwidth buckets that this flow draws from, or None when nothing is limited.
     """
@@ -58,6 +59,7 @@ class Flow:
         "_to",
         "allowance",
         "carried",
+        "pieces",
         "queued",
         "shares",
     )
@@ -77,6 +79,7 @@ class Flow:
         self._left = 0
         self.queued = 0
         self.carried = 0
+        self.pieces = 0
         self.allowance = 0
         self.shares: Shares | None = None
 
@@ -102,6 +105,7 @@ class Flow:
         if self._sample is None:
             self._sample = (self.carried, now)
         self.carried += n
+        self.pieces += 1
         self.queued += n
         # A view keeps the whole encrypted message that it came in (up to 64 KiB) in memory: a small part of one is
         # copied, so that nobody makes the relay hold much more than his window.
@@ -227,7 +231,8 @@ class Circuit:
     """Two joined streams.
 
     Args:
-        peers: source and target, as bytes; the same peer once only.
+        peers: source and target, as bytes; the same peer once only. The first sends ``flows[0]``, the last
+            ``flows[1]``.
         source, target: their streams, past all negotiation.
         ledger, shaper, counters, buffers: the relay's books.
         max_bytes: both directions together; 0 for no limit.

@@ -223,6 +223,11 @@ class Limits:
     )
     peer_bytes: int = _key(0, _size, "Bytes that one peer's circuits may carry within peer-bytes-time.")
     peer_bytes_time: float = _key(86400.0, parse_seconds, "The time that peer-bytes is for.")
+    pieces_per_peer: int = _key(
+        50_000,
+        _count,
+        "Pieces of data that one peer's circuits may bring in a second; honest ones are up to 64 KiB large.",
+    )
     month_bytes: int = _key(0, _size, "Bytes that the relay may carry in a calendar month (UTC).")
     prefix_v4: int = _key(24, _count, "Bits of an IPv4 address that make a network.")
     prefix_v6: int = _key(56, _count, "Bits of an IPv6 address that make a network.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -96,6 +97,7 @@ class Relay:
         self._listeners: list[Listener] = []
         self._members: dict[bytes, list[Member]] = {}
         self._lag = 0.0
+        self._pieces_at = now
         self._streams: trio.Nursery | None = None
         self._handlers: dict[str, Callable[[Member, MuxedStream], Awaitable[None]]] = {
             HOP_PROTOCOL: self.hop.handle,
@@ -238,6 +240,7 @@ class Relay:
             self.hop.drop_expired(now)
             self.ledger.begin_month(time.strftime("%Y-%m", time.gmtime()))
             self._bound_buffers()
+            self._bound_pieces(now)
             unused = self.config.limits.unused_time
             unix_now = time.time()
             for member in self.members():
@@ -266,6 +269,21 @@ class Relay:
             waiting -= largest.connection.mux.buffered_bytes
             self.counters.refused("connection", "buffer_bytes")
             largest.connection.abort("too much waits unread on it")
+
+    def _bound_pieces(self, now: float) -> None:
+        """Who cuts its data to crumbs takes everybody's CPU, in few bytes: such a peer is let go."""
+        seconds, self._pieces_at = now - self._pieces_at, now
+        pieces: Counter[bytes] = Counter()
+        for circuit in self.hop.circuits:
+            for sender, flow in zip((circuit.peers[0], circuit.peers[-1]), circuit.flows, strict=True):
+                pieces[sender] += flow.pieces
+                flow.pieces = 0
+        limit = self.config.limits.pieces_per_peer * seconds
+        for sender in [sender for sender, count in pieces.items() if limit and count > limit]:
+            for member in list(self._members.get(sender, [])):
+                self.counters.refused("connection", "pieces_per_peer")
+                self.hop.end_circuits(member, "pieces_per_peer")
+                member.connection.close("too many small pieces")
 
     def _holds_reservation(self, member: Member) -> bool:
         held = self.hop.reservations.get(member.peer)

@@ -388,6 +388,20 @@ async def test_what_is_sent_before_it_was_asked_for_is_bounded() -> None:
         await b.reserve()
 
 
+async def test_a_peer_that_sends_crumbs_is_let_go_and_the_others_stay() -> None:
+    async with running_relay(limits__pieces_per_peer=50) as relay, joined(relay, 3) as (crumbs, b, c):
+        near, far = await joined_circuit(crumbs, b)
+        kept, kept_far = await joined_circuit(c, b)
+        with pytest.raises(LinkError), trio.fail_after(PATIENCE):
+            while True:
+                await near.send_all(b"x")
+                await far.receive_some()
+        await until(lambda: crumbs.connection is not None and crumbs.connection.closed.is_set())
+        await kept.send_all(b"x")
+        assert await receive(kept_far, 1) == b"x"
+        assert relay.counters.circuits_ended == {"pieces_per_peer": 1}
+
+
 async def test_a_small_part_of_a_large_message_does_not_keep_it_in_memory() -> None:
     async with running_relay() as relay, joined(relay, 2) as (a, b):
         near, _ = await joined_circuit(a, b)
