@@ -403,6 +403,9 @@ class VolunteerSettings(StageSettings):
     section = "volunteer"
 
     model: str = option(text("a model's name"), "", "Help only with this model; any if not given.")
+    disk: int = option(
+        size(100_000), 0, "Most disk space for chunks of weights; auto is half of what is free."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

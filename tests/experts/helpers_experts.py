@@ -194,7 +194,7 @@ class Texts:
 async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     """Until a condition holds that nothing announces."""
     with trio.fail_after(seconds):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await trio.sleep(0.02)
 
 
