@@ -31,6 +31,9 @@ from kvasir_peer.models.sources import TensorSource
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
 
+# Experts that are taken apart at once: bounds what loading takes beside the container.
+_LOADED_AT_ONCE = 8
+
 # gpt-oss: gate * sigmoid(1.702 * gate) * (up + 1), both limited to 7.
 _OAI_ALPHA = 1.702
 _OAI_LIMIT = 7.0
@@ -159,23 +162,27 @@ class _Fused(_Experts):
     ) -> list[str]:
         """Add weights, scales and biases of gate and up, row by row in turn, or of down."""
         info = source.tensors[layer.name(suffixes[0])]
-        n_stacked = len(suffixes)
-        raws, biases = [], []
-        for lo, hi in held:
-            parts = [_experts(source, layer, suffix, lo, hi) for suffix in suffixes]
-            raws.append(np.stack(parts, axis=2).reshape(hi - lo, n_stacked * info.shape[1], -1))
-            bias = [_biases(source, layer, s.replace(".weight", ".bias"), lo, hi) for s in suffixes]
-            if bias[0] is not None:
-                biases.append(np.stack(bias, axis=2).reshape(hi - lo, -1))
-        raw = raws[0] if len(raws) == 1 else np.concatenate(raws)
-        count, rows = raw.shape[:2]
-        codes = quants.unpack(raw, info.type, (count, rows, info.shape[2]))
-        c = centred(codes)
-        return [
-            g.weight(c.packed.reshape(count, rows, -1)),
-            g.weight(c.scales.reshape(count, rows, -1)),
-            g.weight(np.concatenate(biases)) if biases else "",
-        ]
+        t = quants.quant_type(info.type)
+        rows, columns = len(suffixes) * info.shape[1], info.shape[2]
+        count = sum(hi - lo for lo, hi in held)
+        packed = np.empty((count, rows, columns * t.bits // 8), np.uint8)
+        scales = np.empty((count, rows, columns // t.group), np.float32)
+        biases = []
+        at = 0
+        for first, end in held:
+            for lo in range(first, end, _LOADED_AT_ONCE):
+                hi = min(lo + _LOADED_AT_ONCE, end)
+                parts = [_experts(source, layer, suffix, lo, hi) for suffix in suffixes]
+                raw = parts[0] if len(parts) == 1 else np.stack(parts, axis=2)
+                c = centred(quants.unpack(raw, info.type, (hi - lo, rows, columns)))
+                packed[at : at + hi - lo] = c.packed.reshape(hi - lo, rows, -1)
+                scales[at : at + hi - lo] = c.scales.reshape(hi - lo, rows, -1)
+                bias = [_biases(source, layer, s.replace(".weight", ".bias"), lo, hi) for s in suffixes]
+                if bias[0] is not None:
+                    biases.append(np.stack(bias, axis=2).reshape(hi - lo, -1))
+                at += hi - lo
+        bias_name = g.weight(np.concatenate(biases)) if biases else ""
+        return [g.weight(packed), g.weight(scales), bias_name]
 
     def compute(self, x: F32, ids: I32, weights: F32) -> tuple[F32, int, int]:
         places = self._place[ids]
@@ -206,24 +213,33 @@ class _Single(_Experts):
         assert moe is not None
         super().__init__(moe.n_expert, held)
         self._pool = pool
-        self._sessions: list[Session] = []
         one_thread = replace(runtime, threads=1)
         infos = [source.tensors[layer.name(suffix)] for suffix in EXPERT_WEIGHTS]
-        for lo, hi in held:
-            raws = [_experts(source, layer, suffix, lo, hi) for suffix in EXPERT_WEIGHTS]
-            biases = [
-                _biases(source, layer, suffix.replace(".weight", ".bias"), lo, hi)
-                for suffix in EXPERT_WEIGHTS
-            ]
-            for i in range(hi - lo):
-                matrices = [
-                    Matrix(info.name, raw[i], info.type, info.shape[1], info.shape[2])
-                    for info, raw in zip(infos, raws, strict=True)
-                ]
-                bias = [None if b is None else b[i] for b in biases]
-                self._sessions.append(
-                    _expert_graph(matrices, bias, layer.activation, precision, kernels).session(one_thread)
+
+        def load(expert: int) -> Session:
+            matrices = [
+                Matrix(
+                    info.name,
+                    source.read_experts(info.name, expert, expert + 1),
+                    info.type,
+                    info.shape[1],
+                    info.shape[2],
                 )
+                for info in infos
+            ]
+            biases = [
+                None if found is None else found[0]
+                for found in (
+                    _biases(source, layer, suffix.replace(".weight", ".bias"), expert, expert + 1)
+                    for suffix in EXPERT_WEIGHTS
+                )
+            ]
+            graph = _expert_graph(matrices, biases, layer.activation, precision, kernels)
+            return graph.session(one_thread)
+
+        # Experts are loaded side by side, each taken apart by one thread.
+        with ThreadPoolExecutor(min(runtime.threads, _LOADED_AT_ONCE)) as loaders:
+            self._sessions = list(loaders.map(load, (e for lo, hi in held for e in range(lo, hi))))
 
     def compute(self, x: F32, ids: I32, weights: F32) -> tuple[F32, int, int]:
         places = self._place[ids].reshape(-1)
@@ -259,7 +275,7 @@ def _expert_graph(
 ) -> Graph:
     """Return gate, up, activation and down of one expert: x [n, width], mix [n, 1] to y [n, width]."""
     g = Graph()
-    linears = Linears(g, precision, kernels)
+    linears = Linears(g, precision, kernels, threads=1)
     width = matrices[0].columns
     x = g.input("x", ["n", width])
     mix = g.input("mix", ["n", 1])

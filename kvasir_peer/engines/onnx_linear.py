@@ -136,10 +136,12 @@ class Linears:
         graph: where the nodes go.
         precision: ``exact`` keeps activations in float32.
         kernels: what onnxruntime can do here.
+        threads: that take weights apart; 0 for all cores.
     """
 
-    def __init__(self, graph: Graph, precision: Precision, kernels: Kernels) -> None:
+    def __init__(self, graph: Graph, precision: Precision, kernels: Kernels, threads: int = 0) -> None:
         self._graph = graph
+        self._threads = threads
         self._precision = precision
         self._kernels = kernels
         self._sums: dict[tuple[str, int], str] = {}
@@ -178,12 +180,12 @@ class Linears:
         rows = sum(m.rows for m in matrices)
         raw = matrices[0].raw if len(matrices) == 1 else np.concatenate([m.raw.reshape(-1) for m in matrices])
         if container(type_id, self._precision, self._kernels) == "float":
-            weights = quants.dequantize(raw, type_id, (rows, columns))
+            weights = quants.dequantize(raw, type_id, (rows, columns), threads=self._threads)
             inputs = [x, g.weight(weights)]
             if bias is not None:
                 inputs.append(g.weight(bias))
             return g.op("Gemm", *inputs, transB=1)
-        codes = quants.unpack(raw, type_id, (rows, columns))
+        codes = quants.unpack(raw, type_id, (rows, columns), threads=self._threads)
         c = centred(codes)
         groups = columns // codes.group
         inputs = [

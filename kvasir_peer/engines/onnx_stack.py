@@ -22,7 +22,7 @@ from kvasir_peer.engines.base import (
     Steps,
 )
 from kvasir_peer.engines.onnx_attention import Attentions
-from kvasir_peer.engines.onnx_graph import Bound, Runtime, Session
+from kvasir_peer.engines.onnx_graph import Bound, Runtime, Session, trim_heap
 from kvasir_peer.engines.onnx_linear import Kernels
 from kvasir_peer.engines.onnx_parts import Part, Parts, Port, heads_of
 from kvasir_peer.engines.rope import RopeTable
@@ -335,3 +335,4 @@ class OnnxStack(LayerStack):
         self._last_buffers.clear()
         self._attentions.close()
         self._embedding = None
+        trim_heap()
