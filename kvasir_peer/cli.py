@@ -38,7 +38,6 @@ COMMANDS: Final = (
     ("resume", "kvasir_peer.commands.volunteer:resume", "Let a paused volunteer go on."),
     ("chat", "kvasir_peer.commands.chat:chat", "Talk to a bridge in the terminal."),
     ("ring", "kvasir_peer.commands.ring:show_ring", "Show a ring at work: state, stages, timeline."),
-    ("ring", "kvasir_peer.commands.ring:show_ring", "Show a ring at work: state, stages, timeline."),
     ("plan", "kvasir_peer.commands.plan:show_plan", "Show what a ring would take and give."),
     ("status", "kvasir_peer.commands.status:show_status", "Show what this machine is in its swarm."),
     ("id", "kvasir_peer.commands.id:show_id", "Show this peer's id."),
