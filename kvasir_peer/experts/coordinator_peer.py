@@ -131,7 +131,7 @@ class CoordinatorPeer:
             joined = await self._join()
             order, shape = await self._fetch(joined)
             self._model = joined.manifest
-            await self._load(order)
+            await self._reload(order)
             await self._serve(order, shape)
 
     async def _join(self) -> Joined:
@@ -268,7 +268,7 @@ class CoordinatorPeer:
                 await self._load(order)
                 return
             except EngineError as error:
-                logger.warning("loading again failed: %s", error)
+                logger.warning("the model could not be loaded, it is tried again: %s", error)
                 await trio.sleep(RETRY_DELAYS[min(failures, len(RETRY_DELAYS) - 1)])
                 failures += 1
 

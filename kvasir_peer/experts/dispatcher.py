@@ -645,9 +645,8 @@ class Dispatcher:
             for peer in (*decision.shadows, *decision.trials):
                 known = self._known[peer]
                 for layer, lo, hi in known.entry.ranges:
-                    self._try(known, self._stored(layer, lo, hi))
-                    if known.trying:
-                        break
+                    if layer in self.config.layers and not known.trying:
+                        self._try(known, self._stored(layer, lo, hi))
 
     def _stored(self, layer: int, lo: int, hi: int) -> RoutedRows:
         """Rows of a layer that were seen here, else made up, for experts in a range."""

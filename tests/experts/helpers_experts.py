@@ -287,3 +287,36 @@ async def coordinator(
             yield found
         finally:
             nursery.cancel_scope.cancel()
+
+
+@dataclass
+class DispatchingStage:
+    """A stage's engine and dispatcher, without the ring around it."""
+
+    peer: str
+    engine: Engine
+    dispatcher: Dispatcher
+
+
+@asynccontextmanager
+async def dispatching_stage(index: int, places: list[tuple[int, int]]) -> AsyncIterator[DispatchingStage]:
+    """One stage of the small model that sends all its routed rows away."""
+    first, end = places[index]
+    async with (
+        open_engine() as process,
+        Node.open(secrets.token_bytes(32), listen=[LOOPBACK]) as node,
+        trio.open_nursery() as nursery,
+    ):
+        arena = ArenaShape(16, buffer_bytes())
+        await process.load_stage(
+            stage_order(first=first, end=end, stage=index, stages=len(places), arena=arena)
+        )
+
+        async def read_slots() -> SlotReading:
+            return SlotReading(1, 8, 0, trio.current_time())
+
+        config = DispatcherConfig("model", tuple(range(first, end)), N_EMBD, N_USED, "exact", remote="all")
+        dispatcher = Dispatcher(node, process, config, read_slots=read_slots)
+        await nursery.start(dispatcher.run)
+        yield DispatchingStage(node.peer_id, process, dispatcher)
+        nursery.cancel_scope.cancel()
