@@ -128,22 +128,28 @@ class Download:
 
         Raises:
             LinkError: no peer could be reached any more; what was verified stays in the store.
-            RefusedError: every peer that answered lacks a chunk.
+            RefusedError, WireError: every peer lacks a chunk, or sent a wrong one.
             ResourceError: the disk is full.
         """
         failures = 0
         last: KvasirError | None = None
+        useless: set[str] = set()  # peers that lack what is missing, or lie about it: asking again won't help
         self._tell()
         while self._todo:
             if failures >= len(RETRY_DELAYS) * len(peers):
                 raise last or LinkError("no peer to fetch weights from")
-            peer, addresses = peers[failures % len(peers)]
+            left = [source for source in peers if source[0] not in useless]
+            if not left:
+                raise last or LinkError("no peer to fetch weights from")
+            peer, addresses = left[failures % len(left)]
             before = len(self._todo)
             try:
                 await self._fetch_from(peer, addresses)
                 continue
             except (LinkError, RefusedError, WireError) as error:
                 last = error
+                if not isinstance(error, LinkError):
+                    useless.add(peer)
                 logger.warning("fetching weights from %s: %s", peer, error)
             failures = 1 if len(self._todo) < before else failures + 1
             await trio.sleep(RETRY_DELAYS[min(failures - 1, len(RETRY_DELAYS) - 1)])
@@ -190,8 +196,16 @@ class Download:
             outstanding.add(digest)
             batch.append(digest)
             flying += size
-        if batch:
+        if not batch:
+            return
+        try:
             await link.send(chunks.CODEC.encode(chunks.Want(tuple(batch))))
+        except LinkError:
+            # What has arrived already is still there to be received; the end of the link says the rest.
+            outstanding.difference_update(batch)
+            self._todo.extendleft(reversed(batch))
+            if not outstanding:
+                raise
 
     def _tell(self) -> None:
         elapsed = trio.current_time() - self._began
