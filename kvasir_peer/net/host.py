@@ -151,6 +151,7 @@ class Host:
         self._connections: dict[str, list[Connection]] = {}
         self._handshakes: Counter[str] = Counter()
         self._inbound_open = 0
+        self._closing = False
         self._nursery: trio.Nursery | None = None
         self._counts: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
@@ -184,6 +185,11 @@ class Host:
                 sock.close()
 
     @property
+    def running_now(self) -> bool:
+        """Whether tasks can be started and connections made."""
+        return self._nursery is not None and not self._closing
+
+    @property
     def nursery(self) -> trio.Nursery:
         """Where the host's tasks live. Raises LinkError when the host does not run."""
         if self._nursery is None:
@@ -192,6 +198,7 @@ class Host:
 
     async def _close_all(self) -> None:
         """Say goodbye to everyone, for a moment."""
+        self._closing = True
         with trio.CancelScope(shield=True, deadline=trio.current_time() + 1.0):
             # Circuits before the connections that carry them.
             for path in ("relayed", "direct"):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvasir_peer.net.link import DEFAULT_MAX_FRAME_BYTES, Link
+from kvasir_peer.net.framing import HEAD_BYTES
+from kvasir_peer.net.link import DEFAULT_MAX_FRAME_BYTES, LINK_ID_BYTES, Hello, Link
 from kvasir_peer.net.yamux import MuxedStream, Yamux
 
 
@@ -34,10 +35,19 @@ class _Wire:
         here = Link(peers[1], protocol, max_frame=max_frame)
         there = Link(peers[0], protocol, max_frame=max_frame)
         self.links = (here, there)
-        here.begin_in_memory(self._muxes[0].open(), opened_here=True)
+        here.begin(None, self._muxes[0].open())
 
     def _accept(self, stream: MuxedStream) -> None:
-        self.links[1].begin_in_memory(stream, opened_here=False)
+        stream.set_sink(lambda data: self._first(stream, data), lambda reason: None)
+
+    def _first(self, stream: MuxedStream, data: memoryview) -> None:
+        """Take the hello, which on a network is read before there is a link."""
+        size = HEAD_BYTES + 2 + LINK_ID_BYTES + 1
+        stream.consumed(size)
+        there = self.links[1]
+        there.begin(None, stream, hello=Hello(bytes(data[HEAD_BYTES + 2 : size - 1])))
+        if len(data) > size:
+            there._receive_bytes(data[size:])
 
     def _move(self) -> None:
         self._wanted = True

@@ -13,19 +13,23 @@ from dataclasses import dataclass
 import httpx
 import trio
 
-from kvasir_peer.errors import KvasirError, LinkError, UsageError
+from kvasir_peer.errors import KvasirError, LinkError, RefusedError, UsageError, WireError
 from kvasir_peer.net import circuit, http, maddr
 from kvasir_peer.net import link as link_module
 from kvasir_peer.net.connection import Connection, ConnectionStatistics
 from kvasir_peer.net.host import Host, HostLimits, HostStatistics, new_host
 from kvasir_peer.net.link import DEFAULT_MAX_FRAME_BYTES, Link, LinkStatistics
 from kvasir_peer.net.relays import RelayStatistics, RelaySupervisor
+from kvasir_peer.net.upgrade import Upgrader, interface_addresses
 from kvasir_peer.net.yamux import MuxedStream
 
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 25.0  # to reach a peer over all its addresses
 OPEN_S = 15.0  # to open a stream on a connection that exists
+HELLO_S = 10.0  # for a link's first message
+WELCOME_S = 2.0  # for the answer to it
+RESCUE_S = 3.0  # for a link whose connection was lost while another one to the same peer lives
 ATTEMPT_DELAY_S = 0.3  # head start of an address over the next one
 
 Accept = Callable[[str], bool | str]
@@ -97,7 +101,7 @@ class Node:
         self.host = host
         self.peer_id = host.peer_id
         self.direct = direct
-        self._links: set[Link] = set()
+        self._links: dict[tuple[str, bytes], Link] = {}
         self._refused: dict[str, int] = {}
         self._closed_traffic: dict[str, LinkTraffic] = {}
         self._known: dict[str, tuple[maddr.Address, ...]] = {}
@@ -107,7 +111,9 @@ class Node:
         self._supervisors = {
             address.peer: RelaySupervisor(host, address, self._relays_changed) for address in relays
         }
+        self._seen_as: dict[str, str] = {}
         circuit.CircuitListener(host, self._is_relay)
+        self._upgrader = Upgrader(host, self._candidates) if direct else None
         host.on_connection.append(self._connected)
         host.on_gone.append(self._gone)
 
@@ -147,7 +153,7 @@ class Node:
             try:
                 yield node
             finally:
-                for link in list(node._links):
+                for link in list(node._links.values()):
                     link.close()
 
     # --- relays and addresses --------------------------------------------------------------------------------
@@ -165,7 +171,34 @@ class Node:
     def addresses(self) -> list[str]:
         """Where others reach us: directly, and through relays at which a dial to ourselves worked."""
         through = [text for supervisor in self._supervisors.values() for text in supervisor.addresses]
-        return through + [f"{text}/p2p/{self.peer_id}" for text in self.host.listening]
+        return through + [f"{text}/p2p/{self.peer_id}" for text in self._listening()]
+
+    def _listening(self) -> list[str]:
+        """Transport addresses we listen on; those of every interface in place of "any"."""
+        return [text for listening in self.host.listening for text in interface_addresses(listening)]
+
+    def _candidates(self) -> list[str]:
+        """Transport addresses at which a direct connection might work: interfaces, and our NAT's address."""
+        listening = [text for text in self._listening() if not text.endswith("/ws")]
+        ports = dict.fromkeys((text.split("/")[1], text.split("/")[4]) for text in listening)
+        outside = [
+            f"/{kind}/{address}/tcp/{port}"
+            for address in dict.fromkeys(self._seen_as.values())
+            for kind, port in ports
+            if (kind == "ip6") == (":" in address)
+        ]
+        return list(dict.fromkeys([*outside, *listening]))
+
+    async def _ask_how_seen(self, relay: Connection) -> None:
+        """Let a relay tell our address as it is from outside."""
+        try:
+            answer = await self.host.identify(relay)
+        except KvasirError as error:
+            logger.debug("the relay %s does not say how it sees us: %s", relay.remote_peer, error)
+            return
+        text = maddr.from_bytes(answer.observed_addr)
+        if text is not None and text.split("/")[1] in ("ip4", "ip6"):
+            self._seen_as[relay.remote_peer] = text.split("/")[2]
 
     async def relays_ready(self, timeout: float = 30.0, *, count: int | None = None) -> None:
         """Wait until ``count`` relays (default: all) hold a place for us. Raises LinkError with the reason.
@@ -209,6 +242,13 @@ class Node:
 
     def _connected(self, connection: Connection) -> None:
         peer = connection.remote_peer
+        if self._upgrader is not None:
+            if peer in self._supervisors:
+                self.host.nursery.start_soon(self._ask_how_seen, connection)
+            elif connection.path == "relayed":
+                self._upgrader.consider(connection)
+            else:
+                self._improve(peer)
         if peer not in self._supervisors:
             others = [c for c in self.host.connections(peer) if c is not connection]
             if not others:
@@ -358,9 +398,9 @@ class Node:
             max_frame: largest frame taken on it, bytes.
         """
         connection, stream = await self._open_stream(peer_id, protocol, addresses)
-        link = Link(peer_id, protocol, max_frame=max_frame)
+        link = Link(peer_id, protocol, max_frame=max_frame, can_move=self.direct)
+        link.begin(connection, stream)
         self._add(link)
-        link.begin(connection, stream, opened_here=True)
         return link
 
     async def _open_stream(
@@ -372,12 +412,15 @@ class Node:
         raise LinkError(f"{peer_id} did not answer to {protocol} in {OPEN_S:.0f} s", peer=peer_id)
 
     def _add(self, link: Link) -> None:
-        self._links.add(link)
-        link.on_closed = self._link_closed
+        if not link.closed:
+            self._links[link.remote_peer, link.link_id] = link
+            link.on_closed = self._drop
+            link.on_adrift = self._link_adrift
+            if link.opened_here and link.path == "relayed":
+                self._improve(link.remote_peer)
 
-    def _link_closed(self, link: Link) -> None:
-        if link in self._links:
-            self._links.discard(link)
+    def _drop(self, link: Link) -> None:
+        if self._links.pop((link.remote_peer, link.link_id), None) is not None:
             _count_in(self._closed_traffic, link.statistics())
 
     def handle(
@@ -404,15 +447,83 @@ class Node:
                 return
             connection = stream.connection
             assert isinstance(connection, Connection)
-            link = Link(stream.remote_peer, protocol, max_frame=max_frame)
+            with trio.fail_after(HELLO_S):
+                hello = await link_module.read_hello(stream)
+            known = self._links.get((stream.remote_peer, hello.link_id))
+            if hello.resumes is not None:
+                if known is None or known.protocol != protocol:
+                    link_module.refuse(stream, "there is no such link")
+                    return
+                known.resumed(connection, stream, hello.resumes)
+                stream.handed_over = True
+                return
+            if known is not None:
+                raise WireError("unexpected", "a link was opened twice", peer=stream.remote_peer)
+            link = Link(stream.remote_peer, protocol, max_frame=max_frame, can_move=self.direct)
+            link.begin(connection, stream, hello=hello)
             self._add(link)
-            link.begin(connection, stream, opened_here=False)
+            stream.handed_over = True
             try:
                 await handler(link)
+            except LinkError as error:
+                logger.debug("a link of %s (%s) ended: %s", link.remote_peer, protocol, error)
+            except KvasirError as error:
+                if isinstance(error, WireError | RefusedError):
+                    connection.mux.violation(error)
+                logger.warning("a link of %s (%s) was closed: %s", link.remote_peer, protocol, error)
+                link.fail(str(error))
             finally:
                 link.close()
 
         self.host.handle(protocol, serve)
+
+    # --- better paths ----------------------------------------------------------------------------------------
+
+    def _improve(self, peer: str) -> None:
+        """Move the links we opened to a peer to a direct connection, if there is one."""
+        if not self.direct:
+            return
+        direct = [c for c in self.host.connections(peer) if c.path == "direct"]
+        for link in list(self._links.values()):
+            if direct and link.remote_peer == peer and link.opened_here and link.path == "relayed":
+                self.host.nursery.start_soon(self._move, link, direct[0])
+
+    async def _move(self, link: Link, connection: Connection) -> bool:
+        """Move one link; it stays where it is when that does not work."""
+        try:
+            with trio.move_on_after(OPEN_S):
+                # The WELCOME that says whether the other side can move may still be on its way.
+                with trio.move_on_after(WELCOME_S):
+                    await link.settled.wait()
+                if not link.movable or connection.closed.is_set():
+                    return False
+                stream = await connection.open_stream(link.protocol)
+                await link.move_to(connection, stream)
+                logger.info("the link to %s (%s) is %s now", link.remote_peer, link.protocol, link.path)
+                return True
+        except KvasirError as error:
+            logger.debug("the link to %s (%s) stays: %s", link.remote_peer, link.protocol, error)
+        return False
+
+    def _link_adrift(self, link: Link, reason: str) -> bool:
+        """The connection of a link that can move was lost."""
+        if not self.host.running_now:
+            return False
+        self.host.nursery.start_soon(self._rescue, link, reason)
+        return True
+
+    async def _rescue(self, link: Link, reason: str) -> None:
+        """Find another connection for a link, as long as one is there; give it up otherwise."""
+        with trio.move_on_after(RESCUE_S):
+            while link.adrift:
+                others = self.host.connections(link.remote_peer)
+                if not others:
+                    break
+                if not link.opened_here or not await self._move(link, others[0]):
+                    # The side that opened the link moves it.
+                    await trio.sleep(0.02)
+        if link.adrift:
+            link.fail(f"the link to {link.remote_peer} was lost: {reason}")
 
     # --- http ------------------------------------------------------------------------------------------------
 
@@ -442,7 +553,7 @@ class Node:
 
     def statistics(self) -> NodeStatistics:
         """A snapshot."""
-        links = tuple(link.statistics() for link in self._links)
+        links = tuple(link.statistics() for link in self._links.values())
         traffic = dict(self._closed_traffic)
         for link in links:
             _count_in(traffic, link)

@@ -211,6 +211,15 @@ class MuxedStream:
         if self._error is not None or self._fin_received:
             on_end(self._error or "")
 
+    def pause(self) -> None:
+        """Keep what comes, within the window, until :meth:`set_sink` is called again."""
+        self._sink = None
+
+    def abandon(self) -> None:
+        """Close without another word to sink and source."""
+        self._sink = self._on_end = self._source = None
+        self.close()
+
     def _to_sink(self, data: memoryview) -> None:
         assert self._sink is not None
         try:
@@ -562,6 +571,11 @@ class Yamux:
             self.streams.clear()
             for stream in streams:
                 stream.lost(reason)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the connection is gone."""
+        return self._lost is not None
 
     def violation(self, error: Exception) -> None:
         """Count a break of the protocol by the other side."""
