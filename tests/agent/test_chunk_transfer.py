@@ -132,7 +132,7 @@ async def test_a_peer_that_lacks_a_chunk_is_passed_over_and_nobody_left_is_said(
             assert store.missing(source.wanted()) == []
 
 
-async def test_whoever_shows_no_ticket_gets_no_chunks(tmp_path: Path) -> None:
+async def test_whoever_shows_no_ticket_gets_no_chunks() -> None:
     source = Source()
     async with peers(2) as (server, taker):
         server.handle(
@@ -141,9 +141,12 @@ async def test_whoever_shows_no_ticket_gets_no_chunks(tmp_path: Path) -> None:
             lambda link: serve_chunks(link, lambda: [source]),
             accept=lambda peer: "no ticket was shown",
         )
-        with ChunkStore(tmp_path, 1 << 30) as store, trio.move_on_after(3):
-            with pytest.raises(LinkError):
-                await Download(taker, store, source.wanted()).run([(server.peer_id, server.addresses())])
+        link = await taker.open_link(
+            server.peer_id, chunks.PROTOCOL, max_frame=chunks.MAX_CHUNK_FRAME, addresses=server.addresses()
+        )
+        with pytest.raises(LinkError), trio.fail_after(10):
+            await link.send(chunks.CODEC.encode(chunks.Want((source.wanted()[0].hash,))))
+            await link.receive()
     assert source.asked == []
 
 

@@ -35,6 +35,7 @@ class Peer:
     ) -> None:
         self.name = name
         self.lines: list[str] = []
+        self.times: list[float] = []  # of the lines
         self._news: queue.Queue[str | None] = queue.Queue()
         variables = {
             **os.environ,
@@ -56,6 +57,7 @@ class Peer:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
+            self.times.append(time.monotonic())
             self.lines.append(line.rstrip("\n"))
             self._news.put(line.rstrip("\n"))
         self._news.put(None)
@@ -117,6 +119,7 @@ class Swarm:
         self.count = stages
         self.relay_port = 0
         self.stages: dict[str, Peer] = {}
+        self.ended: list[Peer] = []  # earlier processes of peers that were started again
 
     def start_relay(self) -> None:
         """Start it, on the same port and with the same key as before where there was one."""
@@ -148,7 +151,9 @@ class Swarm:
         self.base_url = self.bridge.wait_for(lambda line: line.startswith("http://"))
 
     def start_stage(self, name: str, *flags: str) -> Peer:
-        """Start a stage peer."""
+        """Start a stage peer, with the home of an earlier one of that name if there was one."""
+        if name in self.stages:
+            self.ended.append(self.stages[name])
         self.stages[name] = Peer(
             name,
             [
@@ -165,6 +170,22 @@ class Swarm:
         model = httpx.get(f"{self.base_url}/models", timeout=10).json()["data"][0]["id"]
         return httpx.get(f"{root}/api/ring/{model}", timeout=10).json()
 
+    def name_of(self, peer: str) -> str:
+        """Name of the stage process with this peer id."""
+        return next(name for name, stage in self.stages.items() if peer in stage.output)
+
+    def wait_for_standbys(self, count: int, seconds: float = START_SECONDS) -> dict:
+        """The ring's status once so many peers stand by, each with its slice loaded, no slice twice before all once."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            with contextlib.suppress(httpx.HTTPError, LookupError):
+                status = self.status()
+                ready = [o for o in status["others"] if o["role"] == "standby" and o["slice"] == o["loaded"]]
+                if status["state"] == "serving" and len(ready) >= count:
+                    return status
+            time.sleep(0.1)
+        raise AssertionError(f"no {count} standbys within {seconds} s\n{self.outputs()}")
+
     def wait_until_serving(self, seconds: float = START_SECONDS, *, after_epoch: int = 0) -> dict:
         """The ring's status once it serves an epoch after ``after_epoch``."""
         deadline = time.monotonic() + seconds
@@ -179,9 +200,16 @@ class Swarm:
         raise AssertionError(f"no ring within {seconds} s\n{self.outputs()}")
 
     def outputs(self) -> str:
-        """What every peer printed, for a failed test."""
+        """What every peer printed last, in the order of time, for a failed test."""
         peers = [getattr(self, "relay", None), getattr(self, "bridge", None), *self.stages.values()]
-        return "\n".join(f"--- {peer.name}\n{peer.output[-3000:]}" for peer in peers if peer is not None)
+        peers = [*peers, *self.ended]
+        said = sorted(
+            (when, peer.name, line)
+            for peer in peers
+            if peer is not None
+            for when, line in zip(peer.times, peer.lines, strict=False)
+        )
+        return "\n".join(f"{when:10.2f} {name:<8} {line}" for when, name, line in said[-400:])
 
     def end(self) -> None:
         """End all peers."""
@@ -197,6 +225,7 @@ def running_swarm(
     model: Path,
     *,
     stages: int = 3,
+    standbys: int = 0,
     bridge: Sequence[str] = (),
     engines: Sequence[str] = ("onnx",),
     stage: Sequence[str] = ("--precision", "exact"),
@@ -204,13 +233,14 @@ def running_swarm(
     """A serving swarm; everything is ended afterwards.
 
     Args:
+        standbys: further peers, which keep slices ready.
         engines: of the stages, in turn.
     """
     swarm = Swarm(folder, model, stages=stages)
     try:
         swarm.start_relay()
         swarm.start_bridge(*bridge)
-        for index in range(stages):
+        for index in range(stages + standbys):
             swarm.start_stage(f"stage{index}", "--engine", engines[index % len(engines)], *stage)
         swarm.wait_until_serving()
         yield swarm
@@ -218,7 +248,7 @@ def running_swarm(
         swarm.end()
 
 
-def expected_greedy(model: str, *, min_gap: float = 0.01) -> list[dict]:
+def expected_greedy(model: str, *, min_gap: float = 0.01, file: str = "expected_greedy.json") -> list[dict]:
     """The greedy continuations on which two implementations agree, far enough from a tie to be compared."""
-    cases = json.loads((DATA / "expected_greedy.json").read_text())
+    cases = json.loads((DATA / file).read_text())
     return [case for case in cases if case["model"] == model and case["min_top2_logit_gap"] > min_gap]
