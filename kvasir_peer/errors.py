@@ -13,6 +13,7 @@ The tree::
     ├── LinkError                   a link or a peer that cannot be reached, or was lost
     ├── RefusedError                another peer said no (carries its reason)
     ├── EngineError                 the engine process crashed, or cannot do what was asked
+    │   └── CacheError              a KV cache does not hold what a row builds on
     ├── NotReadyError               a model cannot be served yet (carries what is missing, and when to ask again)
     └── BusyError                   the queue is full (carries when to ask again)
 
@@ -90,6 +91,10 @@ class RefusedError(KvasirError):
 
 class EngineError(KvasirError):
     """The engine process crashed, or cannot do what was asked."""
+
+
+class CacheError(EngineError):
+    """A KV cache does not hold the positions that a row builds on."""
 
 
 class NotReadyError(KvasirError):

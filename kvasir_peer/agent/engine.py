@@ -105,6 +105,7 @@ class Engine:
         self._up = trio.Event()
         self._jobs = itertools.count(1)
         self._stage = 0
+        self._target = 0
         self._free: list[int] = []
         self._freed = trio.Event()
         self._progress: dict[int, Callable[[int, int], None]] = {}
@@ -139,18 +140,24 @@ class Engine:
         finally:
             self._progress.pop(job, None)
         assert isinstance(answer, orders.Loaded)
-        self._stage = job
+        self._stage = self._target = job
         self._resident = answer.resident_bytes
         return answer
 
     async def retarget(self, stage: int, stages: int) -> None:
-        """Give the loaded stage another index; batches of before are through, and all buffers free, after it."""
+        """Give the loaded stage another index; batches of before are over, and all buffers free, after it."""
         job = next(self._jobs)
         answer = await self._ask(orders.Retarget(job, stage, stages), job)
         assert isinstance(answer, orders.Retargeted)
+        self._target = job
         if self._arena is not None:
             self._free = list(range(self._arena.shape.buffers))
             self._freed.set()
+
+    def kill(self) -> None:
+        """End the process, which does not answer any more; it is restarted, and :attr:`crashed` is called."""
+        if self._connection is not None and not self._connection.lost:
+            self._connection.process.kill()
 
     async def forget(self) -> None:
         """Give the memory of what is loaded back to the machine."""
@@ -211,7 +218,7 @@ class Engine:
         connection.waiting[job] = waiter
         connection.buffers[job] = (buffer, context)
         await self._send(
-            connection, orders.Pass(job, self._stage, buffer, membership, boundary_bytes, layers)
+            connection, orders.Pass(job, self._target, buffer, membership, boundary_bytes, layers)
         )
         return PendingPass(self, connection, job, waiter)
 

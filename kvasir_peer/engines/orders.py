@@ -97,7 +97,7 @@ class Pass(msgspec.Struct, frozen=True, array_like=True):
 
     job: int
     stage: int
-    """Job of the :class:`LoadStage` that the batch is for; a batch for an earlier one fails."""
+    """Job of the :class:`LoadStage` or :class:`Retarget` that the batch is for; a batch for an earlier one fails."""
     buffer: int
     membership: bytes
     boundary_bytes: int
@@ -195,7 +195,8 @@ class Ready(msgspec.Struct, frozen=True):
 class Retarget(msgspec.Struct, frozen=True):
     """The loaded stage has another index from now on, in a ring of ``stages``; its weights and KV cache stay.
 
-    Carried out after all batches that were sent before, so its answer also says that no buffer is in use.
+    Batches that were sent before and have not begun fail: nobody waits for them. Its answer also says that no buffer is
+    in use.
     """
 
     job: int

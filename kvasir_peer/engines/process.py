@@ -61,6 +61,7 @@ class EngineProcess:
         self._arena: Arena | None = None
         self._runner: object | None = None
         self._stage = 0
+        self._target = 0
         self._orders: queue.PriorityQueue[tuple[int, int, msgspec.Struct]] = queue.PriorityQueue()
         self._count = itertools.count()
         self._process = psutil.Process()
@@ -118,8 +119,10 @@ class EngineProcess:
     def _pass(self, order: orders.Pass, starved: float) -> None:
         from kvasir_peer.engines.stage_runner import StageRunner
 
-        if not isinstance(self._runner, StageRunner) or self._arena is None or order.stage != self._stage:
-            raise errors.EngineError("a batch came for a stage that is not loaded")
+        if not isinstance(self._runner, StageRunner) or self._arena is None or order.stage != self._target:
+            raise errors.EngineError(
+                "a batch came for a stage that is not loaded, or of an epoch that is over"
+            )
         runner = self._runner
         buffer = self._arena.buffer(order.buffer)
         alone = not order.layers and not self._passes
@@ -258,6 +261,7 @@ class EngineProcess:
             order.stages,
         )
         self._runner, self._stage = StageRunner(stack, limits, order.stage, order.dtype), order.job
+        self._target = order.job
         if order.expert_floor_ms > 0 and self._runner.bank is not None:
             self._runner.slow_down(FlooredBank(self._runner.bank, order.expert_floor_ms / 1e3))
         self._bank = self._runner.bank
@@ -315,6 +319,7 @@ class EngineProcess:
             raise errors.EngineError("no stage is loaded")
         self._drop_passes()
         self._runner.retarget(order.stage, order.stages)
+        self._target = order.job
         self._answer(orders.Retargeted(order.job))
 
     def _map_arena(self, shape: ArenaShape) -> None:
@@ -358,7 +363,7 @@ class EngineProcess:
 
 
 def _urgency(order: object) -> int:
-    if isinstance(order, orders.Pass | orders.Retarget):
+    if isinstance(order, orders.Pass):
         return _RING
     if isinstance(order, orders.Resume):
         return _BEGUN

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvasir_peer.engines.base import F32, ExpertBank, ExpertWork, LayerStack, Rows, Steps
 from kvasir_peer.engines.sampling import sample
+from kvasir_peer.errors import CacheError
 from kvasir_peer.wire.codec import Buffer
 from kvasir_peer.wire.membership import FLAG_OUTPUT, Limits, decode_membership
 from kvasir_peer.wire.ring import Output
@@ -39,6 +40,7 @@ class StageRunner:
         self._slowed = False
         # Token of each position, for the penalties; rows bring their tokens, so a rewind mends it by itself.
         self._tokens = np.zeros((limits.slots, limits.context_length), np.int32) if self.tail else None
+        self._held: dict[int, tuple[int, int]] = {}  # slot: request, positions
 
     def run(self, membership: Buffer, boundary: Buffer, out: memoryview) -> tuple[int, tuple[Output, ...]]:
         """Compute one batch.
@@ -82,6 +84,7 @@ class StageRunner:
         table = batch.rows[batch.rows["through"] > self._stage]
         if not len(table):
             return 0, ()  # rows that only earlier stages had to compute again
+        self._check_cache(table)
         rows = Rows(
             table["slot"].astype(np.int32),
             table["position"].astype(np.int32),
@@ -100,6 +103,26 @@ class StageRunner:
             return encode_tensor(further, self._dtype, out).nbytes, ()
         self._tokens[rows.slots, rows.positions] = rows.tokens
         return 0, self._sample(table, rows, result, batch.samplings)
+
+    def _check_cache(self, table: npt.NDArray[np.void]) -> None:
+        """Refuse rows that build on positions which are not there, and note those that will be.
+
+        Whoever composes believes something about this cache, which may be wrong after a stage was lost: a wrong
+        token would be worse than computing again.
+
+        Raises:
+            CacheError: nothing was computed.
+        """
+        starts = np.flatnonzero(np.diff(table["slot"].astype(np.int64), prepend=-1))
+        noted = {}
+        for start, end in zip(starts, [*starts[1:], len(table)], strict=True):
+            request, slot = int(table["request"][start]), int(table["slot"][start])
+            first, (holder, held) = int(table["position"][start]), self._held.get(slot, (-1, 0))
+            if first > (held if holder == request else 0):
+                has = f"{held} positions of request {holder}" if held else "nothing"
+                raise CacheError(f"slot {slot} holds {has}, a row of request {request} builds on {first}")
+            noted[slot] = (request, first + int(end - start))
+        self._held |= noted
 
     def _compute(self, rows: Rows, hidden: F32 | None, layers: Container[int]) -> Steps:
         """All layers; routed experts here, but at ``layers``."""
@@ -138,6 +161,7 @@ class StageRunner:
                 one.token,
                 one.logprob,
                 one.top,
+                int(table["slot"][row]),
             )
             for row, one in zip(wanted, sampled, strict=True)
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from kvasir_peer.errors import LinkError, WireError
 from kvasir_peer.net.link import Priority
 from kvasir_peer.ring.stage import StageEpoch
 from kvasir_peer.serving.costs import CostModel, StageTrace
-from kvasir_peer.serving.requests import Accepted, Event, Finished, Request
+from kvasir_peer.serving.requests import Accepted, Event, Finished, Kept, Request
 from kvasir_peer.serving.scheduler import Scheduler
 from kvasir_peer.wire import ring
 from kvasir_peer.wire.membership import FLAG_DECODE, FLAG_OUTPUT, GENESIS, Membership, chain_digest, compose
@@ -63,10 +63,15 @@ class HeadState:
 
     def submit(self, message: ring.Submit, now: float) -> list[ring.Ended]:
         """Take a request, or take it up again where the bridge knows another state of it than the head."""
+        if self.scheduler.is_queued(message.request):
+            return []
         known = self._known(message.request)
         if known is not None:
             tokens = list(message.tokens)
             generated = len(tokens) - message.sampling.prompt_length
+            if tokens[: len(known)] == known and len(tokens) > len(known):
+                self.scheduler.extend(message.request, tokens, now)
+                return []
             if known[: len(tokens)] == tokens:
                 # The head may know tokens that never reached the bridge: they are sampled again.
                 if len(known) > len(tokens):
@@ -89,12 +94,25 @@ class HeadState:
             message.priority,
             now + message.seconds_left if message.seconds_left > 0 else None,
         )
-        answer = self.scheduler.submit(request, now)
+        answer = self.scheduler.submit(request, now, self._kept(message))
         if isinstance(answer, Accepted):
             return []
         retry = answer.retry_after
         reason = "error" if retry is None else "busy"
         return [ring.Ended(message.request, reason, answer.reason, retry or 0.0)]
+
+    def resume(self, named: Container[int], now: float) -> None:
+        """The bridge has named all that is under way: the rest is over."""
+        for request in self.scheduler.request_ids():
+            if request not in named:
+                self.scheduler.cancel(request, now)
+
+    def _kept(self, message: ring.Submit) -> Kept | None:
+        """What the stages hold of a request that another head began."""
+        if not message.computed:
+            return None
+        positions = [0 if s.peer in self.plan.fresh else message.computed for s in self.plan.stages]
+        return Kept(message.slot, positions)
 
     def _known(self, request: int) -> list[int] | None:
         try:
@@ -132,6 +150,8 @@ class HeadEpoch(StageEpoch):
         self._sent: deque[_Sent] = deque()
         self._sequence = 0
         self._previous = GENESIS
+        self._named: set[int] = set()
+        self._resumed = trio.Event()
 
     def _tasks(self) -> Sequence[Callable[[], Awaitable[None]]]:
         return [*super()._tasks(), self._compose]
@@ -165,8 +185,7 @@ class HeadEpoch(StageEpoch):
         else:
             link.max_frame = ring.max_request_frame(self.limits)
             task = self._take_requests
-        await link.send(ring.OPENING.encode(ring.Welcome(self.plan.epoch)))
-        await self._guard(lambda: task(link))
+        await self._take(link, task)
 
     async def _take_requests(self, link: Link) -> None:
         while True:
@@ -178,7 +197,14 @@ class HeadEpoch(StageEpoch):
                     raise WireError(
                         "token", "a prompt has a token outside the vocabulary", peer=link.remote_peer
                     )
+                if not 0 <= message.slot < self.limits.slots:
+                    raise WireError("slot", f"slot {message.slot} is not in the plan", peer=link.remote_peer)
+                self._named.add(message.request)
                 await self._tell(self.state.submit(message, now))
+            elif isinstance(message, ring.Resumed):
+                self.state.resume(self._named, now)
+                self._named.clear()
+                self._resumed.set()
             elif isinstance(message, ring.Cancel):
                 self.state.scheduler.cancel(message.request, now)
             elif isinstance(message, ring.Ping):
@@ -221,6 +247,7 @@ class HeadEpoch(StageEpoch):
 
     async def _compose(self) -> None:
         scheduler = self.state.scheduler
+        await self._resumed.wait()
         while True:
             self.state.wake = trio.Event()
             now = trio.current_time()

@@ -10,7 +10,7 @@ import base64
 import hmac
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from kvasir_peer.agent.loop_lag import LoopLag
 from kvasir_peer.errors import LinkError, RefusedError, WireError
 from kvasir_peer.progress import Progress
 from kvasir_peer.ring import stage_market as market
+from kvasir_peer.ring.heartbeat import beat
 from kvasir_peer.ring.offers import ModelNeeds, StageOffer, Wishes
 from kvasir_peer.ring.plan import Plan, PlanStage, sign_plan
 from kvasir_peer.ring.requests import RingRequests
@@ -346,11 +347,29 @@ class RingManager:
             self._broke(plan, f"the link to the head: {error}", head)
 
     async def _watch(self, plan: Plan, link: Link) -> None:
+        """Ping the head, and take nothing from it here but its answers; both ends see when the other is silent."""
         codec = ring.codec(plan.limits())
-        while True:
-            message, _ = codec.decode(await link.receive())
-            if isinstance(message, ring.Refusal):
-                raise WireError(message.code, message.reason, peer=link.remote_peer)
+
+        async def ping() -> None:
+            try:
+                await beat(link, codec, pings=True)
+            except LinkError as error:
+                self._broke(plan, f"the link to the head: {error}", link.remote_peer)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ping)
+            await self._take_answers(plan, link)
+            nursery.cancel_scope.cancel()
+
+    async def _take_answers(self, plan: Plan, link: Link) -> None:
+        codec = ring.codec(plan.limits())
+        try:
+            while True:
+                message, _ = codec.decode(await link.receive())
+                if isinstance(message, ring.Refusal):
+                    raise WireError(message.code, message.reason, peer=link.remote_peer)
+        except (LinkError, WireError) as error:
+            self._broke(plan, f"the link to the head: {error}", link.remote_peer)
 
     async def _open_requests(self, plan: Plan, head: str) -> Link:
         reason = "no answer"
@@ -389,8 +408,17 @@ class RingManager:
         await link.send(ring.OPENING.encode(ring.Welcome(plan.epoch)))
         self._token_links[link.remote_peer] = link
         self._links_change()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch_tokens, plan, link)
+            await self._guard_tokens(plan, link, self._take_news(plan, link))
+            nursery.cancel_scope.cancel()
+
+    async def _watch_tokens(self, plan: Plan, link: Link) -> None:
+        await self._guard_tokens(plan, link, beat(link, ring.codec(plan.limits()), pings=False))
+
+    async def _guard_tokens(self, plan: Plan, link: Link, task: Awaitable[None]) -> None:
         try:
-            await self._take_news(plan, link)
+            await task
         except (LinkError, WireError) as error:
             self._broke(plan, f"the tokens link of {link.remote_peer}: {error}", link.remote_peer)
 

@@ -24,6 +24,7 @@ from kvasir_peer.ring.offers import (
     ModelNeeds,
     Place,
     Planned,
+    Slice,
     StageOffer,
     Wishes,
     forecast_of,
@@ -421,12 +422,24 @@ def standbys(
     forecast: Forecast,
     order: Sequence[StageOffer],
     dropped: Mapping[str, float],
+    keeping: Mapping[str, Slice] | None = None,
 ) -> list[Place]:
-    """Give each peer that is left a slice to hold ready, the stages without a standby first, large ones first."""
+    """Give each peer that is left a slice to hold ready, the stages without a standby first, large ones first.
+
+    Args:
+        keeping: slices that peers keep ready already; they stay with them where the plan still has such a stage.
+    """
     covered = dict.fromkeys(((s.first, s.end) for s in plan.stages), 0)
+    kept = {peer: part for peer, part in (keeping or {}).items() if part in covered}
+    for part in kept.values():
+        covered[part] += 1
     places = []
-    for offer in sorted(spare, key=lambda o: -o.memory):
+    for offer in sorted(spare, key=lambda o: (o.peer not in kept, -o.memory)):
         why = _why_no_stage(search, offer, order, forecast, dropped)
+        if offer.peer in kept:
+            part = kept[offer.peer]
+            places.append(Place(offer.peer, "standby", f"{why}; it keeps {layers_text(part)} ready", part))
+            continue
         options = [part for part in covered if search.fits(offer, *part)]
         if not options:
             places.append(

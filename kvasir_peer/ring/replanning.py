@@ -35,6 +35,7 @@ def replan(
     now: float = 0.0,
     fresh: tuple[str, ...] = (),
     memory: Memory | None = None,
+    keeping: Mapping[str, Slice] | None = None,
 ) -> Planned:
     """The next epoch of a plan, without the peers that were lost.
 
@@ -48,6 +49,7 @@ def replan(
         offers: of everybody who is there, survivors included.
         fresh: survivors that have lost their KV cache (a restarted engine).
         memory: as for :func:`plan_ring`.
+        keeping: slices that peers without a place keep ready.
     """
     gone = set(lost)
     here = {offer.peer: offer for offer in offers if offer.peer not in gone}
@@ -90,7 +92,7 @@ def replan(
     ]
     members = {o.peer for o in order}
     spare = [o for o in here.values() if o.peer not in members]
-    places += standbys(search, made, spare, forecast, order, {})
+    places += standbys(search, made, spare, forecast, order, {}, keeping)
     return Planned(made, "", tuple(places), forecast)
 
 

@@ -87,6 +87,8 @@ class _Active:
     priority: int
     deadline: float
     tokens: list[int] = field(default_factory=list)
+    slot: int = 0
+    computed: int = 0  # positions that every stage has computed into the slot
     ready: list[Token] = field(default_factory=list)
     news: trio.Event = field(default_factory=trio.Event)
     error: Exception | None = None
@@ -106,6 +108,8 @@ class _Active:
             tuple(self.stop_tokens),
             self.priority,
             left,
+            self.slot,
+            self.computed,
         )
 
 
@@ -120,7 +124,8 @@ class RingRequests:
         self._link: Link | None = None
         self._codec: Codec | None = None
         self._why_not = "no ring has been planned yet"
-        self._digests: dict[int, tuple[str, bytes]] = {}
+        self._digests: dict[int, tuple[str, bytes]] = {}  # of one epoch, by sequence
+        self._digests_epoch = 0
         self._submitted = self._finished = self._cancelled = self._failed = 0
         self._tokens = self._mismatches = self._resubmitted = 0
 
@@ -133,11 +138,13 @@ class RingRequests:
             plan: of the epoch.
             link: a welcomed ``requests`` link to its head.
         """
-        self._digests.clear()
         self._plan, self._link, self._codec = plan, link, ring.codec(plan.limits())
-        for active in sorted(self._active.values(), key=lambda a: a.id):
-            self._resubmitted += 1
-            await self._send(active.submit(trio.current_time()))
+        # Those that have begun first: they get their slots back before anybody else is given one.
+        for active in sorted(self._active.values(), key=lambda a: (not a.computed, a.id)):
+            if not active.done and active.error is None:
+                self._resubmitted += 1
+                await self._send(active.submit(trio.current_time()))
+        await self._send(ring.Resumed())
 
     def detach(self, why: str) -> None:
         """The ring does not serve; ``why`` names what is missing."""
@@ -172,7 +179,7 @@ class RingRequests:
 
     def composed(self, message: ring.Composed) -> None:
         """The head's word on a batch."""
-        self._pair("head", message.sequence, message.digest)
+        self._pair("head", message.epoch, message.sequence, message.digest)
 
     def result(self, message: ring.Result) -> None:
         """The tail's tokens of a batch.
@@ -180,7 +187,7 @@ class RingRequests:
         Raises:
             WireError: code ``membership`` where head and tail disagree; none of the tokens is taken.
         """
-        self._pair("tail", message.sequence, message.digest)
+        self._pair("tail", message.epoch, message.sequence, message.digest)
         for output in message.outputs:
             active = self._active.get(output.request)
             if active is None or active.done:
@@ -193,6 +200,7 @@ class RingRequests:
                     "position", f"request {output.request}: token {place} came before {len(active.tokens)}"
                 )
             active.tokens.append(output.token)
+            active.slot, active.computed = output.slot, output.position + 1
             final = ""
             if output.token in active.stop_tokens:
                 final = "stop"
@@ -216,7 +224,10 @@ class RingRequests:
             active.error = EngineError(f"the ring ended the request: {text}")
         active.wake()
 
-    def _pair(self, who: str, sequence: int, digest: bytes) -> None:
+    def _pair(self, who: str, epoch: int, sequence: int, digest: bytes) -> None:
+        if epoch != self._digests_epoch:
+            self._digests.clear()  # what was under way when the last epoch broke is never answered
+            self._digests_epoch = epoch
         other = self._digests.pop(sequence, None)
         if other is None:
             self._digests[sequence] = (who, digest)
@@ -294,7 +305,7 @@ class RingRequests:
             if not active.ready:
                 yield Token(-1, remark=self._why_not)
 
-    async def _send(self, message: ring.Submit | ring.Cancel) -> None:
+    async def _send(self, message: ring.Submit | ring.Resumed | ring.Cancel) -> None:
         if self._link is None or self._codec is None:
             return  # a submit goes out when the ring is attached again; a cancelled request is simply not among them
         try:

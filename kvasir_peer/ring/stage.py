@@ -10,18 +10,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 import trio
 
 from kvasir_peer.agent.engine import Engine, PendingPass
-from kvasir_peer.errors import EngineError, KvasirError, LinkError, WireError
+from kvasir_peer.engines.orders import PassDone
+from kvasir_peer.errors import CacheError, EngineError, KvasirError, LinkError, WireError
 from kvasir_peer.net.link import Priority
+from kvasir_peer.ring.heartbeat import beat
 from kvasir_peer.wire import ring
 from kvasir_peer.wire.membership import GENESIS, Limits, Membership, chain_digest, decode_membership
 from kvasir_peer.wire.tensors import tensor_bytes
 
 if TYPE_CHECKING:
+    from kvasir_peer.engines.orders import ArenaShape
+    from kvasir_peer.models.manifest import Manifest
     from kvasir_peer.net.link import Link
     from kvasir_peer.net.node import Node
     from kvasir_peer.ring.plan import Plan
@@ -33,13 +38,25 @@ OPEN_SECONDS = (
 )
 RETRY_SECONDS = 0.3  # between two tries to open a link
 WELCOME_SECONDS = 10.0  # the other side answers a Hello at once, unless its plan is still on its way
+# A pass that takes longer than this (seconds), than so many times what the plan expects, and than so many times the
+# longest of this epoch never ends: the engine hangs. Slow ones are no reason, a machine may be busy.
+HANG_SECONDS, HANG_EXPECTED, HANG_LONGEST = 10.0, 20.0, 4.0
 
 Verify = Callable[[str, bytes, bytes], bool]
 """(peer id, signature, data) -> whether the peer signed the data."""
 
 
 class RingBroken(KvasirError):
-    """This epoch is over at this stage; ``peer`` names the neighbour where one was lost."""
+    """This epoch is over at this stage; ``peer`` names the neighbour where one was lost.
+
+    ``cache_lost`` says that the KV cache is not what the head believes.
+    """
+
+    def __init__(
+        self, message: str, *, peer: str | None = None, plan: str | None = None, cache_lost: bool = False
+    ) -> None:
+        super().__init__(message, peer=peer, plan=plan)
+        self.cache_lost = cache_lost
 
 
 @dataclass(frozen=True)
@@ -95,6 +112,28 @@ class InEngine:
     queue: int
 
 
+class StageExperts(Protocol):
+    """Routed experts of a stage's own layers, computed by volunteers when the stage is busy."""
+
+    def pass_of(self, membership: Membership, stage: int) -> tuple[tuple[int, ...], object]:
+        """At which layers the next pass hands out its routed rows, and its context for the engine."""
+        ...
+
+    def arena(
+        self, shape: ArenaShape, manifest: Manifest, first: int, end: int, rows: int
+    ) -> ArenaShape:
+        """An arena in which routed rows fit too."""
+        ...
+
+    def loaded(self, manifest: Manifest, first: int, end: int, slots: int) -> None:
+        """The engine has these layers from now on."""
+        ...
+
+    def unloaded(self) -> None:
+        """The engine has nothing any more."""
+        ...
+
+
 @dataclass
 class StageEpoch:
     """What a stage does for one epoch.
@@ -105,6 +144,7 @@ class StageEpoch:
         node: for links to the neighbours.
         engine: holds the stage's layers.
         verify: checks the head's signature.
+        experts: sends routed rows to volunteers; None computes them here.
     """
 
     plan: Plan
@@ -113,6 +153,7 @@ class StageEpoch:
     engine: Engine
     verify: Verify
     counters: Counters = field(default_factory=Counters)
+    experts: StageExperts | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         self.limits: Limits = self.plan.limits()
@@ -126,6 +167,8 @@ class StageEpoch:
         self._broken = trio.Event()
         self._reason: RingBroken | None = None
         self._accepted: dict[str, Link] = {}
+        self._incoming: list[trio.CancelScope] = []
+        self._longest_pass = 0.0
 
     # -- life -----------------------------------------------------------------------------------------------
 
@@ -146,6 +189,8 @@ class StageEpoch:
                 await self._broken.wait()
                 nursery.cancel_scope.cancel()
         finally:
+            for scope in self._incoming:
+                scope.cancel()
             with trio.move_on_after(1, shield=True):
                 for link in [*self._outgoing(), *self._accepted.values()]:
                     await link.aclose()
@@ -153,7 +198,10 @@ class StageEpoch:
             raise self._reason
 
     def _tasks(self) -> Sequence[Callable[[], Awaitable[None]]]:
-        return [self._depart, *(self._watcher(link) for link in self._outgoing())]
+        tasks: list[Callable[[], Awaitable[None]]] = [self._depart]
+        for link in self._outgoing():
+            tasks += [self._watcher(link), partial(beat, link, self.codec, pings=True)]
+        return tasks
 
     async def _guard(self, task: Callable[[], Awaitable[None]]) -> None:
         """Run a task; whatever ends it breaks the epoch, with its reason."""
@@ -164,12 +212,12 @@ class StageEpoch:
         except LinkError as error:
             self.break_off(f"stage {self.index} lost a link: {error}", error.peer)
         except EngineError as error:
-            self.break_off(f"stage {self.index}: {error}")
+            self.break_off(f"stage {self.index}: {error}", cache_lost=isinstance(error, CacheError))
 
-    def break_off(self, reason: str, peer: str | None = None) -> None:
+    def break_off(self, reason: str, peer: str | None = None, *, cache_lost: bool = False) -> None:
         """End this epoch; the first reason stays."""
         if self._reason is None:
-            self._reason = RingBroken(reason, peer=peer, plan=self.plan.id)
+            self._reason = RingBroken(reason, peer=peer, plan=self.plan.id, cache_lost=cache_lost)
             self._broken.set()
 
     def statistics(self) -> StageStatistics:
@@ -259,8 +307,17 @@ class StageEpoch:
             )
         self._accepted[purpose] = link
         link.max_frame = ring.max_batch_frame(self.limits, self.plan.dtype, self.plan.n_embd)
-        await link.send(ring.OPENING.encode(ring.Welcome(self.plan.epoch)))
-        await self._guard(lambda: self._receive_batches(link))
+        await self._take(link, self._receive_batches)
+
+    async def _take(self, link: Link, task: Callable[[Link], Awaitable[None]]) -> None:
+        """Welcome a link and receive on it until it or the epoch ends."""
+        with trio.CancelScope() as scope:
+            self._incoming.append(scope)
+            await link.send(ring.OPENING.encode(ring.Welcome(self.plan.epoch)))
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._guard, partial(beat, link, self.codec, pings=False))
+                await self._guard(partial(task, link))
+                nursery.cancel_scope.cancel()
 
     def _watcher(self, link: Link) -> Callable[[], Awaitable[None]]:
         """Nothing but an answer to a ping comes back on an outgoing link: its end is the news."""
@@ -354,7 +411,8 @@ class StageEpoch:
         """Hand a batch to the engine and queue it for departure."""
         queue = self.counters.queue
         self.counters.queue += 1
-        pending = await self.engine.submit(buffer, membership, boundary_bytes)
+        layers, context = ((), None) if self.experts is None else self.experts.pass_of(rows, self.index)
+        pending = await self.engine.submit(buffer, membership, boundary_bytes, layers, context)
         await self._departures_in.send(
             InEngine(sequence, membership, rows, digest, signature, trace, buffer, pending, arrived, queue)
         )
@@ -362,12 +420,28 @@ class StageEpoch:
     async def _depart(self) -> None:
         async for batch in self._departures:
             try:
-                done = await batch.pending.result()
+                done = await self._result(batch)
                 self.counters.queue -= 1
                 self.computed()
                 await self._send_on(batch, done.boundary_bytes, done.outputs, done.held_ms, done.starved_ms)
             finally:
                 self.engine.free_buffer(batch.buffer)
+
+    async def _result(self, batch: InEngine) -> PassDone:
+        """What the engine made of a batch, which is the next one that it ends.
+
+        Raises:
+            EngineError: the engine failed, or hangs; a hanging one is ended, and comes back empty.
+        """
+        stage = self.plan.stages[self.index]
+        expected = stage.pass_base + stage.pass_row * batch.rows.rows_at(self.index)
+        limit = max(HANG_SECONDS, HANG_EXPECTED * expected, HANG_LONGEST * self._longest_pass)
+        with trio.move_on_after(limit):
+            done = await batch.pending.result()
+            self._longest_pass = max(self._longest_pass, done.held_ms / 1e3)
+            return done
+        self.engine.kill()
+        raise EngineError(f"the engine did not answer for {limit:.0f} s, and is started anew")
 
     def computed(self) -> None:
         """The engine has finished a batch; the head composes the next one here."""

@@ -16,6 +16,7 @@ went in between, and whichever of them the head has seen.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -65,8 +66,9 @@ HANDOVER_SECONDS = 180.0
 GIVE_UP_SECONDS = 120.0
 # A plan that could not be made is tried again after this (seconds) even if nothing seems to have changed.
 LOOK_SECONDS = 5.0
-# Pauses between plans that did not come to serve (seconds): a ring that can't stand must not spin.
+# Pauses between plans that did not come to serve, or not for long (seconds): a ring that can't stand must not spin.
 BACKOFF = (0.0, 0.5, 2.0, 5.0, 10.0)
+STABLE_SECONDS = 5.0  # of serving, after which the pauses begin anew
 MAX_MEMBERS = 256
 
 
@@ -205,12 +207,17 @@ Decision = Adopt | Go | Halt | Wake | GiveUp | Note
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """What is known of a peer."""
+    """What is known of a peer.
+
+    Attributes:
+        due: when the last of its polls is answered at the latest; a report that is not held changes nothing in it.
+    """
 
     peer: str
     joined: float
     report: Reported
     seen: float
+    due: float
     gone_since: float | None = None
     progress_at: float = 0.0
     suspect_since: float | None = None
@@ -271,6 +278,7 @@ class MarketState:
     phase_since: float = 0.0
     trouble_since: float | None = None
     trouble: str = ""
+    suspected: bool = False  # whether ``trouble`` names a peer that was lost
     uncovered_since: float | None = None
     gave_up: bool = False
     attempts: int = 0
@@ -279,6 +287,7 @@ class MarketState:
     refused: int = 0
     looked_at: float = 0.0
     stale: bool = True  # something changed since a plan was last looked for in vain
+    standing: object = None  # whom standbys were last sought for
 
     def summary(self) -> Mapping[str, object]:
         """For the status page."""
@@ -390,7 +399,7 @@ class _Market:
             if len(state.members) >= MAX_MEMBERS:
                 state.refused += 1
                 return
-            known = Member(event.peer, self.now, event, self.now, progress_at=self.now)
+            known = Member(event.peer, self.now, event, self.now, self.now, progress_at=self.now)
             state.last_join = self.now
             self.decisions.append(Note(f"{event.peer} offers to be a stage"))
         changed = (event.state, event.progress, event.epoch) != (
@@ -405,6 +414,7 @@ class _Market:
             known,
             report=event,
             seen=self.now,
+            due=max(known.due, self.now + event.wait),
             gone_since=None,
             suspect_since=None,  # it lives
             progress_at=self.now if changed else known.progress_at,
@@ -434,8 +444,15 @@ class _Market:
 
     def _trouble(self, why: str, suspect: str = "") -> None:
         state = self.state
-        if state.trouble_since is None:
-            state.trouble_since, state.trouble = self.now, why
+        if state.trouble_since is not None:
+            if suspect and not state.suspected:
+                # The first word came from somebody who was told by others: this one names who was lost.
+                state.trouble, state.suspected = why, True
+                state.missing = f"the ring is being mended: {why}"
+        else:
+            state.trouble_since, state.trouble, state.suspected = self.now, why, bool(suspect)
+            if state.phase == "serving" and self.now - state.phase_since > STABLE_SECONDS:
+                state.attempts = 0
             if state.phase in ("starting", "serving") and state.plan is not None:
                 self.decisions.append(Halt(state.plan.epoch, why))
                 self._phase("mending")
@@ -470,7 +487,6 @@ class _Market:
         elif state.phase == "preparing":
             self._start(plan)
         elif state.phase == "serving":
-            state.attempts = 0 if self.now - state.phase_since > 30.0 else state.attempts
             self._hand_over(plan)
         self._assign_standbys()
         self._give_up()
@@ -483,6 +499,8 @@ class _Market:
                 del self.state.members[member.peer]
                 self.state.stale = True
                 self.state.cached = frozenset(c for c in self.state.cached if c[0] != member.peer)
+                if self.state.phase in ("preparing", "starting") and self._has_place(member.peer):
+                    self.state.attempts = max(0, self.state.attempts - 1)  # no fault of the plan's
                 self.decisions.append(Note(f"{member.peer} is gone: {why}"))
 
     def _gone(self, member: Member) -> str:
@@ -492,7 +510,7 @@ class _Market:
                 return "its connection closed, and its neighbour has lost it"
             if now - member.gone_since > GONE_SECONDS:
                 return "its connection closed"
-        if now - member.seen > member.report.wait + POLL_GRACE:
+        if now > member.due + POLL_GRACE:
             return f"it has been silent for {now - member.seen:.0f} s"
         since = member.suspect_since
         asked = self.state.planned_at
@@ -562,7 +580,7 @@ class _Market:
             planned = self._replanned(plan, gone)
         self._adopt(planned, state.trouble)
 
-    def _replanned(self, plan: Plan, gone: set[str]) -> Planned:
+    def _replanned(self, plan: Plan, gone: set[str], keeping: Mapping[str, Slice] | None = None) -> Planned:
         state = self.state
         members = [m.offer for m in state.members.values() if m.peer not in gone]
         # A leaving peer keeps its place in trouble, but gets no new one.
@@ -580,6 +598,9 @@ class _Market:
             state.wishes,
             now=self.now,
             memory=state.memory,
+            keeping={m.peer: m.standby for m in state.members.values() if m.standby is not None}
+            if keeping is None
+            else keeping,
         )
 
     def _adopt(self, planned: Planned, why: str) -> None:
@@ -640,27 +661,41 @@ class _Market:
         plan = state.plan
         if plan is None:
             return
-        parts = {p.peer: p.slice for p in state.places if p.role == "standby"}
+        valid = {(s.first, s.end) for s in plan.stages}
         spare = [
             m
             for m in state.members.values()
-            if plan.index_of(m.peer) is None and not m.report.leaving and not m.barred(self.now)
+            if not self._has_place(m.peer) and not m.report.leaving and not m.barred(self.now)
         ]
-        known = {p.peer for p in state.places}
-        whole = all(s.peer in state.members for s in plan.stages)
-        if whole and any(m.peer not in known for m in spare):
-            planned = self._replanned(plan, set())
-            if planned.plan is not None:
-                said = {p.peer: p for p in state.places if p.role == "stage"}
-                state.places = tuple(said.get(p.peer, p) for p in planned.places)
-                parts = {p.peer: p.slice for p in state.places if p.role == "standby"}
-        valid = {(s.first, s.end) for s in plan.stages}
+        keeping = {m.peer: m.standby for m in spare if m.standby is not None and m.standby in valid}
+        keeping = self._spread(keeping, valid)
+        if all(m.peer in keeping for m in spare) or not all(s.peer in state.members for s in plan.stages):
+            return
+        standing = (plan.epoch, tuple((m.peer, m.offer.memory, m.standby) for m in spare))
+        if standing == state.standing:
+            return
+        state.standing = standing
+        planned = self._replanned(plan, set(), keeping)
+        if planned.plan is None:
+            return
+        said = {p.peer: p for p in state.places if p.role == "stage"}
+        state.places = tuple(said.get(p.peer, p) for p in planned.places)
+        parts = {p.peer: p.slice for p in state.places if p.role == "standby"}
         for member in spare:
-            part = parts.get(member.peer)
-            if member.standby is not None and member.standby in valid:
-                continue  # what it keeps ready is still wanted
-            if part is not None and member.standby != part:
-                self._set(member.peer, standby=part, preload=True)
+            if member.peer not in keeping:
+                self._set(member.peer, standby=parts.get(member.peer), preload=member.peer in parts)
+
+    def _spread(self, keeping: dict[str, Slice], valid: set[Slice]) -> dict[str, Slice]:
+        """Free one standby of a slice that has several, while another slice has none."""
+        counts = Counter(keeping.values())
+        doubled = [peer for peer, part in keeping.items() if counts[part] > 1]
+        if not doubled or all(counts[part] for part in valid):
+            return keeping
+        youngest = max(doubled, key=lambda peer: (self.state.members[peer].joined, peer))
+        return {peer: part for peer, part in keeping.items() if peer != youngest}
+
+    def _has_place(self, peer: str) -> bool:
+        return self.state.plan is not None and self.state.plan.index_of(peer) is not None
 
     def _hand_over(self, plan: Plan) -> None:
         """Give a leaving peer's place to somebody else, who loads before the ring is stopped for it."""

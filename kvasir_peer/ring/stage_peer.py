@@ -15,15 +15,16 @@ import trio
 from kvasir_peer.agent.chunk_transfer import Download, TransferProgress
 from kvasir_peer.agent.engine import Engine
 from kvasir_peer.agent.loop_lag import LoopLag
+from kvasir_peer.agent.manifest_fetch import fetch_manifest
 from kvasir_peer.engines import orders as engine_orders
 from kvasir_peer.errors import KvasirError, LinkError, PlanError, RefusedError, WireError
+from kvasir_peer.models.manifest import Manifest
 from kvasir_peer.models.slices import StageSlice, chunks_of
 from kvasir_peer.ring import volunteering
 from kvasir_peer.ring.head import HeadEpoch, HeadState
-from kvasir_peer.ring.manifest_fetch import fetch_manifest
 from kvasir_peer.ring.offers import layers_text
 from kvasir_peer.ring.plan import Plan, decode_plan
-from kvasir_peer.ring.stage import WELCOME_SECONDS, RingBroken, StageEpoch
+from kvasir_peer.ring.stage import WELCOME_SECONDS, RingBroken, StageEpoch, StageExperts
 from kvasir_peer.ring.volunteering import Orders, Report, StageFigures, StageState, Transfer
 from kvasir_peer.serving.widths import Widths
 from kvasir_peer.wire import ring
@@ -109,6 +110,7 @@ class StagePeer:
         config: what to offer, and to whom.
         sign, verify: with this peer's key; by peer id.
         report: told what happens.
+        experts: sends routed rows to volunteers; None computes them here.
     """
 
     def __init__(
@@ -121,7 +123,9 @@ class StagePeer:
         sign: Sign,
         verify: Verify,
         report: Callable[[StageNews], None] = lambda news: None,
+        experts: StageExperts | None = None,
     ) -> None:
+        self._experts = experts
         self._node = node
         self._engine = engine
         self._store = store
@@ -304,6 +308,8 @@ class StagePeer:
         if index is None:
             raise PlanError("the bridge sent a plan in which this peer has no place", plan=plan.id)
         self._stop_serving()
+        # Not what was said of the epoch before: a report may go out before the preparation has begun.
+        self._state = "loading"
         self._plan, self._reason, self._lost, self._standby = plan, "", "", None
         stage = plan.stages[index]
         self._prepare(_Prepared(plan.model, stage.first, stage.end, plan.widths, plan.dtype), plan, sources)
@@ -316,8 +322,8 @@ class StagePeer:
         self._prepare(wanted, plan, orders.sources)
 
     def _prepare(self, wanted: _Prepared, plan: Plan, sources: tuple[volunteering.Source, ...]) -> None:
-        if self._preparing == wanted and self._state in ("fetching", "loading"):
-            return  # it is under way already; what follows looks at the plan of then
+        if self._preparing == wanted:
+            return  # it is under way already, and looks at the plan when it is done
         self._stop_preparing()
         self._preparing = wanted
         if self._loaded != wanted:
@@ -350,22 +356,28 @@ class StagePeer:
         with trio.CancelScope() as scope:
             self._preparation = scope
             try:
-                text = f"{label} are loaded already"
+                text = f"{label}, loaded already"
                 if self._loaded != wanted:
                     text = await self._fetch(plan, wanted, label, sources)
                     if self._plan is not None or self._preload:
                         text = await self._load(plan, wanted, label)
-                place = self._plan.index_of(self._node.peer_id) if self._plan is not None else None
-                if place is not None and self._plan is not None:
-                    self._state = "loading"
-                    await self._engine.retarget(place, len(self._plan.stages))
-                    self._set("loaded", text)
-                else:
-                    self._set("idle", f"standing by: {text}")
-            except KvasirError as error:
-                self._reason = str(error)
-                self._set("broken", f"{label} can't be made ready: {error}")
+                await self._take_index(text)
+            except (KvasirError, trio.TooSlowError) as error:
+                self._reason = str(error) or "the engine does not come up"
+                self._set("broken", f"{label} can't be made ready: {self._reason}")
+            self._preparation = self._preparing = None
             self._urgent()
+
+    async def _take_index(self, text: str) -> None:
+        """Tell the engine its place in the plan; a newer plan may come meanwhile that leaves the slice as it is."""
+        while (plan := self._plan) is not None:
+            place = plan.index_of(self._node.peer_id)
+            assert place is not None, "a plan without a place here is not taken"
+            await self._engine.retarget(place, len(plan.stages))
+            if self._plan is plan:
+                self._set("loaded", text)
+                return
+        self._set("idle", f"standing by: {text}")
 
     async def _fetch(
         self, plan: Plan, wanted: _Prepared, label: str, sources: tuple[volunteering.Source, ...]
@@ -414,6 +426,15 @@ class StagePeer:
             arena=engine_orders.ArenaShape(plan.widths.max_in_flight + 1, boundary),
             memory_limit=self._config.memory,
         )
+        manifest = None
+        if self._experts is not None:
+            manifest = await trio.to_thread.run_sync(
+                lambda: Manifest.decode(self._manifest_file.read_bytes(), wanted.model)
+            )
+            rows = plan.widths.micro_batch_rows
+            arena = self._experts.arena(order.arena, manifest, wanted.first, wanted.end, rows)
+            order = msgspec.structs.replace(order, arena=arena)
+            self._experts.unloaded()
         self._loaded, self._kept = None, False
 
         def progress(done: int, total: int) -> None:
@@ -423,10 +444,14 @@ class StagePeer:
         for note in answer.notes:
             logger.warning("%s", note)
         self._loaded = wanted
+        if self._experts is not None and manifest is not None:
+            self._experts.loaded(manifest, wanted.first, wanted.end, plan.widths.max_requests)
         return f"{label} loaded in {answer.seconds:.1f} s, {answer.resident_bytes / 1e6:.0f} MB"
 
     def _engine_crashed(self) -> None:
         self._loaded, self._kept = None, False
+        if self._experts is not None:
+            self._experts.unloaded()
         if self._epoch is not None:
             self._epoch.break_off("the engine process died and is being restarted")
         elif self._state in ("loaded", "serving"):
@@ -451,9 +476,12 @@ class StagePeer:
                 self._verify,
                 state=self._head_of(plan),
                 sign=self._sign,
+                experts=self._experts,
             )
         else:
-            epoch = StageEpoch(plan, index, self._node, self._engine, self._verify)
+            epoch = StageEpoch(
+                plan, index, self._node, self._engine, self._verify, experts=self._experts
+            )
         self._epoch = epoch
         self._epoch_changed.set()
         self._epoch_changed = trio.Event()
@@ -475,6 +503,7 @@ class StagePeer:
                 await epoch.run()
             except RingBroken as error:
                 self._reason, self._lost = str(error), error.peer or ""
+                self._kept = self._kept and not error.cache_lost
         if self._epoch is epoch:
             self._epoch = None
         if self._plan is epoch.plan and self._state == "serving":

@@ -35,6 +35,19 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """What the stages still hold of a request that another scheduler began.
+
+    Attributes:
+        slot: where.
+        positions: for each stage, how many from the beginning on.
+    """
+
+    slot: int
+    positions: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Accepted:
     """The request is in. ``waiting`` requests stand before it in the queue (0: it has a slot already)."""
 

@@ -33,6 +33,7 @@ from kvasir_peer.serving.requests import (
     Event,
     Finished,
     FinishReason,
+    Kept,
     Refused,
     Request,
 )
@@ -123,6 +124,7 @@ class SchedulerStatistics:
 class _Queued:
     request: Request
     arrived: float
+    kept: Kept | None = None
 
 
 @dataclass(slots=True)
@@ -225,14 +227,18 @@ class Scheduler:
 
     # --- what is asked ------------------------------------------------------------------------------------
 
-    def submit(self, request: Request, now: float) -> Accepted | Refused:
-        """Take a request, or say why not."""
+    def submit(self, request: Request, now: float, kept: Kept | None = None) -> Accepted | Refused:
+        """Take a request, or say why not.
+
+        Args:
+            kept: what the stages hold of its prompt already; it is used where the request gets that slot.
+        """
         refusal = self._refusal(request, now)
         if refusal is not None:
             self._counts["refused"] += 1
             return refusal
         self._counts["accepted"] += 1
-        self._queue.append(_Queued(request, now))
+        self._queue.append(_Queued(request, now, kept))
         self._admit(now)
         return Accepted(waiting=0 if request.id in self._live else len(self._queue) - 1)
 
@@ -276,6 +282,17 @@ class Scheduler:
         # The newest known token has no output yet, so its row must always go again.
         self._restart(live, [min(v, position, len(live.tokens) - 1) for v in live.valid], now)
         return True
+
+    def extend(self, request_id: int, tokens: Sequence[int], now: float) -> None:
+        """Take over tokens of a live request that were made, and never came back here; nothing is emitted.
+
+        Args:
+            tokens: all of the text; begins with what is known.
+        """
+        live = self._live[request_id]
+        assert list(tokens[: len(live.tokens)]) == live.tokens, "a known token never changes"
+        live.tokens = list(tokens)
+        live.ready_since = now
 
     def on_lost(
         self, now: float, kept: Sequence[bool] | None = None, stages: Sequence[Line] | None = None
@@ -337,6 +354,14 @@ class Scheduler:
     def tokens_of(self, request_id: int) -> list[int]:
         """Known tokens of a request with a slot, prompt and answer; KeyError for any other."""
         return list(self._live[request_id].tokens)
+
+    def request_ids(self) -> list[int]:
+        """Ids of all requests that are queued or live."""
+        return [*(queued.request.id for queued in self._queue), *self._live]
+
+    def is_queued(self, request_id: int) -> bool:
+        """Whether the request waits for a slot."""
+        return any(queued.request.id == request_id for queued in self._queue)
 
     def generated_of(self, request_id: int) -> int:
         """Tokens of a live request that were generated here."""
@@ -581,7 +606,11 @@ class Scheduler:
                 ),
             )
             queued = self._queue.pop(place)
-            slot, incarnation = self._slots.acquire(queued.request.id)
+            kept = queued.kept
+            slot, incarnation = self._slots.acquire(queued.request.id, kept.slot if kept else None)
+            valid = [0] * self._costs.n_stages
+            if kept is not None and kept.slot == slot and len(kept.positions) == len(valid):
+                valid = [min(held, len(queued.request.prompt) - 1) for held in kept.positions]
             self._live[queued.request.id] = _Live(
                 request=queued.request,
                 arrived=queued.arrived,
@@ -589,7 +618,8 @@ class Scheduler:
                 slot=slot,
                 incarnation=incarnation,
                 tokens=list(queued.request.prompt),
-                valid=[0] * self._costs.n_stages,
+                valid=valid,
+                sent=min(valid),
                 ready_since=now,
             )
 

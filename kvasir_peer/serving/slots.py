@@ -27,10 +27,17 @@ class SlotTable:
     def can_acquire(self) -> bool:
         return bool(self._free)
 
-    def acquire(self, request: int) -> tuple[int, int]:
-        """Give the request a slot; returns ``(slot, incarnation)``. Only when :meth:`can_acquire`."""
+    def acquire(self, request: int, wanted: int | None = None) -> tuple[int, int]:
+        """Give the request a slot, ``wanted`` if it is free; returns ``(slot, incarnation)``.
+
+        Only when :meth:`can_acquire`.
+        """
         assert self._free, "no slot is free"
-        slot = self._free.popleft()
+        if wanted is not None and wanted in self._free:
+            self._free.remove(wanted)
+            slot = wanted
+        else:
+            slot = self._free.popleft()
         assert slot not in self._holders, "a free slot has no holder"
         self._holders[slot] = request
         return slot, self.renew(slot)

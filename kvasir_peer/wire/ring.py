@@ -5,7 +5,7 @@ A link carries one purpose, named by the :class:`Hello` that opens it:
 ``batches``   stage i to stage i+1: :class:`Batch` with a boundary as payload
 ``results``   tail to head: :class:`Result`
 ``tokens``    tail to bridge: :class:`Result`; head to bridge: :class:`Composed`, :class:`Ended`
-``requests``  bridge to head: :class:`Submit`, :class:`Cancel`
+``requests``  bridge to head: :class:`Submit`, :class:`Resumed`, :class:`Cancel`
 
 :class:`Ping` may be sent on any of them and is answered by the other side's agent with :class:`Pong`.
 A side that refuses says why with :class:`Refusal` and closes the link.
@@ -111,6 +111,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     token: int
     logprob: float = 0.0
     top: tuple[tuple[int, float], ...] = ()
+    slot: int = 0
+    """Where the KV entries of this request lie, at every stage, up to ``position``."""
 
 
 class Result(msgspec.Struct, frozen=True, array_like=True):
@@ -153,6 +155,16 @@ class Submit(msgspec.Struct, frozen=True, array_like=True):
     priority: int = 0
     seconds_left: float = 0.0
     """Time left until the deadline; 0 means none."""
+    slot: int = 0
+    computed: int = 0
+    """Positions whose KV entries lie in ``slot`` at every stage that has kept its cache, for a head that is new."""
+
+
+class Resumed(msgspec.Struct, frozen=True, array_like=True):
+    """Bridge to head, once in each epoch: all that is under way has been submitted, and what was not is over.
+
+    The head composes nothing before it, so that what it goes on with is what the bridge has handed out.
+    """
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True):
@@ -183,6 +195,7 @@ def codec(limits: Limits) -> Codec:
             9: Submit,
             10: Cancel,
             11: Ended,
+            12: Resumed,
         },
         max_header=max_header(limits),
     )
