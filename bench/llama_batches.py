@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -61,8 +60,8 @@ class LlamaBatches:
 
     def forward(
         self, slots: Sequence[int], positions: Sequence[int], tokens: Sequence[int], wants: Sequence[bool]
-    ) -> float:
-        """Run rows and return the seconds that it took, until the last logits are there."""
+    ) -> None:
+        """Run rows until the last logits are there."""
         batch = self._batch
         batch.n_tokens = len(slots)
         for i, (slot, position, token, want) in enumerate(zip(slots, positions, tokens, wants, strict=True)):
@@ -71,10 +70,8 @@ class LlamaBatches:
             batch.n_seq_id[i] = 1
             batch.seq_id[i][0] = slot
             batch.logits[i] = int(want)
-        begin = time.perf_counter()
         status = self._lib.llama_decode(self._context, batch)
         if status:
             raise ValueError(f"llama_decode gave {status}")
         if wants[-1]:
             self._lib.llama_get_logits_ith(self._context, len(slots) - 1)
-        return time.perf_counter() - begin
