@@ -232,7 +232,7 @@ async def scenario(run: Run, nursery: trio.Nursery, volunteers: int, failures: l
     hold(seconds <= 6 + PERIOD, f"warm workers serve again after {seconds:.1f} s (at most 6)")
     hold(sum(run.ready_for.values()) == leases, "and nobody was recruited for it")
     again.set()
-    await trio.sleep(2)
+    await until(run, lambda s: s.busy == 0, 60, "the end of the last answers")
     flips = sum(a.saturated != b.saturated for a, b in zip(run.samples, run.samples[1:], strict=False))
     hold(flips <= 4, f"no flapping: saturation changed {flips} times")
 

@@ -352,10 +352,8 @@ class BridgeSettings(PeerSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageSettings(PeerSettings):
-    """A stage: computes a run of layers of a ring."""
-
-    section = "stage"
+class ComputingSettings(PeerSettings):
+    """What every role has that joins with a ticket and computes."""
 
     ticket: str = option(text("a ticket"), "", "Ticket to use in place of the saved one.", flag=False)
     bridge_peer: str = option(
@@ -397,7 +395,23 @@ class StageSettings(PeerSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VolunteerSettings(StageSettings):
+class StageSettings(ComputingSettings):
+    """A stage: computes a run of layers of a ring."""
+
+    section = "stage"
+
+    saturation_threshold: int = option(
+        whole(1, 1024), 2, "Busy slots from which on routed experts go to volunteers."
+    )
+    checks: str = option(
+        choice("strict", "sampled"),
+        "strict",
+        "strict computes every row of a volunteer again before it is used.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VolunteerSettings(ComputingSettings):
     """A volunteer: computes experts of a mixture-of-experts model while a swarm needs it."""
 
     section = "volunteer"
@@ -409,7 +423,7 @@ class VolunteerSettings(StageSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CoordinatorSettings(StageSettings):
+class CoordinatorSettings(ComputingSettings):
     """A coordinator: runs the whole model, and lets volunteers compute experts when it is busy."""
 
     section = "coordinator"

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import trio
 
@@ -46,6 +46,7 @@ REISSUE_SECONDS = 30.0  # a map is signed again while it has workers, so that th
 LEDGER_SECONDS = 5.0  # between two writes of what was given
 COORDINATOR_SILENT = 40.0  # seconds after which a coordinator that neither polls nor is connected is gone
 MAX_ADMITTED = 20_000
+RING = "ring"  # the ring's name among the coordinators
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,22 @@ def expert_model(name: str, manifest: Manifest, shape: ModelShape) -> ExpertMode
     return ExpertModel(name, manifest.id, shape.n_layer, layers, moe.n_expert, tuple(sizes))
 
 
+class RingView(Protocol):
+    """What the market sees of a ring of the same model: its stages may dispatch too."""
+
+    def dispatchers(self) -> Sequence[str]:
+        """Peer ids of its stages."""
+        ...
+
+    def slots(self) -> SlotReading | None:
+        """How busy it is; None while there is no ring."""
+        ...
+
+    def admitted(self, peer: str) -> bool:
+        """Whether a peer has shown a good ticket to the ring."""
+        ...
+
+
 class MarketService:
     """The experts of one model at its bridge.
 
@@ -106,6 +123,7 @@ class MarketService:
         sign, verify: with the bridge's key; by peer id.
         ledger: what was given, and who is quarantined.
         report: told what happens.
+        ring: of the same model, where there is one.
     """
 
     def __init__(
@@ -120,8 +138,11 @@ class MarketService:
         verify: Callable[[str, bytes, bytes], bool],
         ledger: Ledger,
         report: Report,
+        ring: RingView | None = None,
     ) -> None:
         self.settings = settings
+        self._ring = ring
+        self._ring_peers: tuple[str, ...] = ()
         self.name = name
         self._node = node
         self._manifest = manifest
@@ -166,12 +187,24 @@ class MarketService:
                 await trio.sleep(TICK_SECONDS)
 
     def _look(self, now: float) -> None:
+        self._look_at_ring()
         self._apply(market_messages.Tick())
         if self._state.workers and now - self._issued > REISSUE_SECONDS:
             self._issue()
         for peer, joined in list(self._joined.items()):
             if not joined.polling and now - joined.seen > COORDINATOR_SILENT:
                 self._lose(peer)
+
+    def _look_at_ring(self) -> None:
+        """A ring is to the market one more coordinator, whose slots the bridge knows itself."""
+        if self._ring is None or self.name not in self._state.models:
+            return
+        peers = tuple(sorted(self._ring.dispatchers()))
+        if peers != self._ring_peers:
+            self._ring_peers = peers
+            self._issue()
+            event = market_messages.CoordinatorUp(RING, self.name) if peers else None
+            self._apply(event or market_messages.CoordinatorDown(RING))
 
     def _apply(self, event: Event) -> Sequence[Decision]:
         """One event through the rules, and what they decide; the decisions, for whoever asked."""
@@ -214,7 +247,7 @@ class MarketService:
 
     def admitted(self, peer: str) -> bool:
         """Whether the peer has shown a good ticket."""
-        return peer in self._admitted
+        return peer in self._admitted or (self._ring is not None and self._ring.admitted(peer))
 
     def _admit(self, peer: str, secret: str) -> None:
         if peer in self._admitted:
@@ -400,7 +433,7 @@ class MarketService:
         self._newer = trio.Event()
 
     def _dispatchers(self) -> list[str]:
-        return sorted(self._joined)
+        return sorted({*self._joined, *self._ring_peers})
 
     async def dispatch_map(self, model: str, after: int, wait: float) -> MapAnswer:
         """The signed map once it is newer than ``after``, or after ``wait`` seconds. Raises KeyError."""
@@ -460,6 +493,13 @@ class MarketService:
         self._tell(Progress("ready", f"{len(self.coordinators.peers)} coordinators take requests"))
 
     async def _poll(self, peer: str, timeout: float) -> None:
+        if peer == RING:
+            reading = self._ring.slots() if self._ring is not None else None
+            if reading is not None:
+                self._apply(market_messages.SlotsRead(RING, reading))
+            else:
+                self._apply(market_messages.SlotsUnread(RING))
+            return
         found = await self.coordinators.slots(peer, timeout)
         if found is None:
             self._apply(market_messages.SlotsUnread(peer))

@@ -26,6 +26,7 @@ from kvasir_peer.api.metrics import BridgeStatistics, metrics_routes
 from kvasir_peer.api.swarm import swarm_routes
 from kvasir_peer.errors import RefusedError, SettingsError
 from kvasir_peer.experts.coordinators import NOBODY
+from kvasir_peer.experts.dispatch_policy import SlotReading
 from kvasir_peer.experts.ledger import Ledger
 from kvasir_peer.experts.market_service import MarketService, MarketSettings
 from kvasir_peer.experts.recruitment import RecruitmentSettings
@@ -241,6 +242,30 @@ def _invite(settings: BridgeSettings, peer: str) -> _Invitation:
     return _Invitation(ticket, ticket.encode())
 
 
+class _RingOfBridge:
+    """See :class:`~kvasir_peer.experts.market_service.RingView`."""
+
+    def __init__(self, manager: RingManager) -> None:
+        self._manager = manager
+
+    def dispatchers(self) -> list[str]:
+        """Peer ids of the plan's stages."""
+        return [stage["peer"] for stage in self._manager.status()["stages"]]
+
+    def admitted(self, peer: str) -> bool:
+        """Peers that offered themselves as stages have shown a ticket."""
+        return self._manager.admitted(peer)
+
+    def slots(self) -> SlotReading | None:
+        """Requests under way against the plan's slots."""
+        requests = self._manager.requests
+        if not requests.attached:
+            return None
+        slots = self._manager.settings.max_requests
+        active = requests.statistics().active
+        return SlotReading(min(active, slots), slots, max(0, active - slots), trio.current_time())
+
+
 def _market_settings(settings: BridgeSettings, secret: bytes) -> MarketSettings:
     recruitment = RecruitmentSettings(
         saturation_threshold=settings.saturation_threshold,
@@ -302,6 +327,7 @@ async def run_bridge(
                 verify=identity.verify,
                 ledger=ledger,
                 report=report,
+                ring=_RingOfBridge(manager) if settings.stages else None,
             )
             bridge = Bridge(model, manager, market, node, lag, invitation.ticket)
             control = [*swarm_routes(bridge), *expert_routes(market)]

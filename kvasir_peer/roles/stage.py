@@ -11,6 +11,8 @@ import trio
 from kvasir_peer import identity
 from kvasir_peer.agent.engine import open_engine
 from kvasir_peer.engines.choice import choose_engine
+from kvasir_peer.experts.dispatch_policy import DispatchSettings
+from kvasir_peer.experts.stage_experts import StageExperts
 from kvasir_peer.models.store import ChunkStore
 from kvasir_peer.net.node import Node
 from kvasir_peer.progress import Progress, Report
@@ -51,7 +53,17 @@ async def run_stage(settings: StageSettings, *, report: Report) -> None:
         )
         await node.relays_ready(RELAY_SECONDS)
         report(Progress("relay", "reachable through a relay"))
-        async with open_engine() as engine:
+        async with open_engine() as engine, trio.open_nursery() as nursery:
+            experts = StageExperts(
+                node,
+                engine,
+                bridge=invitation.bridge,
+                bridge_addresses=(),
+                precision="exact" if settings.precision == "exact" else "fast",
+                settings=DispatchSettings(saturation_threshold=settings.saturation_threshold),
+                mode="sampled" if settings.checks == "sampled" else "strict",
+                verify=identity.verify,
+            )
             peer = StagePeer(
                 node,
                 engine,
@@ -71,5 +83,7 @@ async def run_stage(settings: StageSettings, *, report: Report) -> None:
                 sign=me.sign,
                 verify=identity.verify,
                 report=tell,
+                experts=experts,
             )
+            nursery.start_soon(experts.run)
             await peer.run()
