@@ -28,6 +28,7 @@ def draw(ring: Mapping[str, Any], timeline: Mapping[str, Any], seconds: float, p
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.collections import PolyCollection
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError:
@@ -37,19 +38,22 @@ def draw(ring: Mapping[str, Any], timeline: Mapping[str, Any], seconds: float, p
     figure = Figure(figsize=(INCHES_WIDE, 1.9 + INCHES_A_STAGE * stages), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    boxes: list[list[tuple[float, float]]] = []
+    fills: list[tuple[float, float, float]] = []
     seen: set[int] = set()
     for batch in timeline["batches"]:
         rows = sum(run[1] for run in batch["runs"]) or 1
         for stage, (begin, finish) in enumerate(batch["bars"]):
             if finish < end - seconds or stage >= stages:
                 continue
-            low = stage - 0.4
+            low, left, right = stage - 0.4, begin - end, finish - end
             for request, count, _ in batch["runs"] or ((0, 1, False),):
-                high = 0.8 * count / rows
-                fill = colour_of(request) if batch["runs"] else (0.6, 0.6, 0.6)
-                axes.broken_barh([(begin - end, finish - begin)], (low, high), facecolors=fill, linewidth=0)
-                low += high
+                high = low + 0.8 * count / rows
+                boxes.append([(left, low), (right, low), (right, high), (left, high)])
+                fills.append(colour_of(request) if batch["runs"] else (0.6, 0.6, 0.6))
+                low = high
                 seen.add(request)
+    axes.add_collection(PolyCollection(boxes, facecolors=fills, linewidths=0))
     axes.set_xlim(-seconds, 0)
     axes.set_ylim(stages - 0.5, -0.5)
     axes.set_yticks(range(stages), [_label(ring, stage) for stage in range(stages)])
@@ -87,6 +91,7 @@ def _label(ring: Mapping[str, Any], index: int) -> str:
     if index >= len(ring["stages"]):
         return f"stage {index + 1}"
     stage = ring["stages"][index]
-    layers = f"{stage['first']}-{stage['end'] - 1}"
+    last = stage["end"] - 1
+    layers = f"layers {stage['first']}-{last}" if stage["first"] < last else f"layer {last}"
     held = f", held {100 * stage['window']['held']:.0f} %" if stage["window"] else ""
     return f"stage {index + 1}\n{layers}{held}"

@@ -28,6 +28,7 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = " .:-=+*#@"
 LABEL = 9  # columns before a row of the timeline
 BAR = 20  # columns of a stage's shares
+WIDE = 110  # columns from which on everything is shown; a narrow terminal gets what matters most
 STATE_STYLE = {"serving": "bold green", "mending": "bold red", "gathering": "bold", "away": "bold red"}
 RING_STATE_STYLE = {"saturated": "bold yellow", "blocked": "bold red", "stalled": "bold red"}
 
@@ -80,7 +81,7 @@ def view(
     """Everything, for ``width`` columns."""
     parts: list[RenderableType] = [_head(ring), _words(ring), Text()]
     if ring["stages"]:
-        parts += [_stages(ring, blocks), Text()]
+        parts += [_stages(ring, blocks, width), Text()]
     parts += [_other(other) for other in ring["others"]]
     if timeline["stages"]:
         parts += _timeline(timeline, seconds, width, blocks)
@@ -110,34 +111,34 @@ def _words(ring: Ring) -> Text:
     return Text.assemble((name, RING_STATE_STYLE.get(name, "bold")), ": ", rest)
 
 
-def _stages(ring: Ring, blocks: str) -> Table:
+def _stages(ring: Ring, blocks: str, width: int) -> Table:
+    wide = width >= WIDE
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("stage", "layers", "peer", ""):
+    for name in ("stage", "layers", *(["peer"] if wide else []), ""):
         table.add_column(name, no_wrap=True)
-    for name in ("held", "starved", "blocked", "queue", "rows/s", "a pass"):
+    figures = ("held", *(["starved"] if wide else []), "blocked", "queue", "rows/s", "a pass")
+    for name in figures:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("sends", no_wrap=True)
     for stage in ring["stages"]:
         window, last = stage["window"], stage["end"] - 1
         name = str(stage["first"]) if last == stage["first"] else f"{stage['first']}-{last}"
-        first: list[str | Text] = [
-            Text(str(stage["stage"] + 1), _stage_style(ring, stage)),
-            name,
-            f"…{stage['peer'][-8:]}",
-        ]
+        first: list[str | Text] = [Text(str(stage["stage"] + 1), _stage_style(ring, stage)), name]
+        if wide:
+            first.append(f"…{stage['peer'][-8:]}")
         if ring["state"] != "serving" or window is None:
-            table.add_row(*first, stage["state"], *[""] * 6, _moved(stage))
+            table.add_row(*first, stage["state"], *[""] * len(figures), _moved(stage))
             continue
         table.add_row(
             *first,
-            _bar(window, blocks),
+            _bar(window, blocks, BAR if wide else BAR // 2),
             _percent(window["held"]),
-            _percent(window["starved"]),
+            *([_percent(window["starved"])] if wide else []),
             _percent(window["blocked"]),
             f"{window['queue']:.1f}",
             f"{window['rows_per_second']:.1f}",
             _time(window["pass_ms"]),
-            Text(_link(window), "red" if ring["ring_state"]["link"] == stage["stage"] else ""),
+            Text(_link(window, wide), "red" if ring["ring_state"]["link"] == stage["stage"] else ""),
         )
     return table
 
@@ -148,20 +149,20 @@ def _stage_style(ring: Ring, stage: Mapping[str, Any]) -> str:
     return "bold yellow" if ring["ring_state"]["stage"] == stage["stage"] else "bold"
 
 
-def _bar(window: Mapping[str, Any], blocks: str) -> Text:
-    held = round(BAR * window["held"])
-    blocked = min(BAR - held, round(BAR * window["blocked"]))
+def _bar(window: Mapping[str, Any], blocks: str, columns: int) -> Text:
+    held = round(columns * window["held"])
+    blocked = min(columns - held, round(columns * window["blocked"]))
     full, empty = blocks[-1], "·" if blocks is BLOCKS else "."
     return Text.assemble(
-        (full * held, "yellow"), (full * blocked, "red"), (empty * (BAR - held - blocked), "dim")
+        (full * held, "yellow"), (full * blocked, "red"), (empty * (columns - held - blocked), "dim")
     )
 
 
-def _link(window: Mapping[str, Any]) -> str:
+def _link(window: Mapping[str, Any], wide: bool) -> str:
     if not window["path"]:
         return ""
     text = f"{window['path']}, {_time(window['round_trip_ms'])}"
-    return f"{text}, busy {_percent(window['link'])}" if window["link"] >= 0.05 else text
+    return f"{text}, busy {_percent(window['link'])}" if wide and window["link"] >= 0.05 else text
 
 
 def _moved(stage: Mapping[str, Any]) -> str:

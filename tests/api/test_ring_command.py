@@ -63,6 +63,15 @@ async def test_the_view_shows_state_stages_and_timeline(tmp_path):
     assert "2 s ago" in out and "now" in out
 
 
+async def test_a_narrow_terminal_gets_whole_columns(tmp_path):
+    async with played(PlayedBridge()) as server:
+        await settled(server)
+        _, out, _ = await ring(server.url, "--home", tmp_path, COLUMNS="80")
+    stage = next(line for line in out.splitlines() if line.startswith("2 "))
+    assert "2-3" in stage and "relayed, 21 ms" in stage
+    assert "…" not in out and max(map(len, out.splitlines())) <= 80
+
+
 async def test_a_terminal_without_unicode_gets_plain_signs(tmp_path):
     async with played(PlayedBridge()) as server:
         await settled(server)
