@@ -121,6 +121,8 @@ class Host:
         peer_id: ours.
         limits: see :class:`HostLimits`.
         advertised: addresses told by identify; the owner of the host keeps them true.
+        punching: addresses and ports that dial us at this moment as we dial them (hole punching), and the peer there:
+            whichever of the two connections comes about, we begin the handshake on it.
         on_connection: called with each new connection that is ready.
         on_gone: called with each closed connection and the reason.
     """
@@ -152,6 +154,7 @@ class Host:
         self._handshakes: Counter[str] = Counter()
         self._inbound_open = 0
         self._closing = False
+        self.punching: dict[tuple[str, int], str] = {}
         self._nursery: trio.Nursery | None = None
         self._counts: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
@@ -297,13 +300,17 @@ class Host:
         try:
             try:
                 with trio.move_on_after(HANDSHAKE_S) as scope:
-                    if websocket or await _is_http(duplex):
+                    if websocket or ((address, port) not in self.punching and await _is_http(duplex)):
                         carried = await WebSocketDuplex.accept(trio.SocketStream(_as_trio(duplex)))
                         address = self._behind_proxy(address, carried.headers)
                         if address != counted and (reason := self._admit(address)):
                             self._refused[reason] += 1
                             return
-                    secured = await self.identity.secure_inbound(carried)
+                    punching = self.punching.get((address, port))
+                    if punching is None:
+                        secured = await self.identity.secure_inbound(carried)
+                    else:
+                        secured = await self.identity.secure_outbound(carried, punching)
                 if scope.cancelled_caught:
                     raise LinkError("the handshake took too long")
                 connection = self._new(secured, "direct", maddr.of_socket((address, port)))

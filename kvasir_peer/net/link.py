@@ -402,7 +402,7 @@ class Link:
             self._switch(connection, stream, _COUNT.unpack_from(message, 1)[0])
         except BaseException:
             stream.reset("the link stays where it is")
-            if old is not None and old is self._stream and not self._adrift:
+            if old is not None and old is self._stream:
                 old.set_sink(self._receive_bytes, self._stream_ended)
             raise
         finally:

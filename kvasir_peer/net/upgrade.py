@@ -70,13 +70,20 @@ class Upgrader:
         self._candidates = candidates
         self._limiter = trio.CapacityLimiter(MAX_UNDER_WAY)
         self._driven: set[str] = set()
+        self._awaited: dict[str, trio.Event] = {}
         host.handle(PROTOCOL, self._answer)
+        host.on_connection.append(self._arrived)
 
     def consider(self, circuit: Connection) -> None:
         """A circuit began; drive its upgrade if that is ours to do."""
         if not circuit.initiator and circuit.remote_peer not in self._driven:
             self._driven.add(circuit.remote_peer)
             self._host.nursery.start_soon(self._drive, circuit.remote_peer)
+
+    def _arrived(self, connection: Connection) -> None:
+        awaited = self._awaited.get(connection.remote_peer)
+        if awaited is not None and connection.path == "direct":
+            awaited.set()
 
     def _direct(self, peer: str) -> bool:
         return any(c.path == "direct" for c in self._host.connections(peer))
@@ -135,8 +142,19 @@ class Upgrader:
             await self._read(stream, _HolePunch.SYNC)
         if not self._direct(peer):
             addresses = _dialable(map(maddr.from_bytes, theirs.ObsAddrs), peer, self._loopback)
-            async with self._limiter:
-                await self._dial_any(addresses, PUNCH_S, punch=True)
+            expected = {(address.host, address.port): peer for address in addresses}
+            self._host.punching |= expected
+            arrived = self._awaited[peer] = trio.Event()
+            try:
+                async with self._limiter:
+                    if not await self._dial_any(addresses, PUNCH_S, punch=True):
+                        # A connection of theirs may have been quicker, and is in its handshake.
+                        with trio.move_on_after(PUNCH_S):
+                            await arrived.wait()
+            finally:
+                self._awaited.pop(peer, None)
+                for place in expected:
+                    self._host.punching.pop(place, None)
 
     @property
     def _loopback(self) -> bool:

@@ -25,6 +25,7 @@ Not taken, and why (the letters are those of ``docs/network.md``)
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 
 from cryptography.exceptions import InvalidTag
 from google.protobuf.message import DecodeError
@@ -103,3 +104,7 @@ def check_version(version: str | None = None) -> str:
 
 
 VERSION = check_version()
+
+# Both write several lines for each address or handshake at DEBUG, and build the text of each even when nobody reads it.
+for _name in ("libp2p", "multiaddr"):
+    logging.getLogger(_name).setLevel(logging.WARNING)

@@ -212,8 +212,8 @@ class MuxedStream:
             on_end(self._error or "")
 
     def pause(self) -> None:
-        """Keep what comes, within the window, until :meth:`set_sink` is called again."""
-        self._sink = None
+        """Keep what comes, within the window, and how it ends, until :meth:`set_sink` is called again."""
+        self._sink = self._on_end = None
 
     def abandon(self) -> None:
         """Close without another word to sink and source."""

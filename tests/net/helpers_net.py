@@ -92,7 +92,7 @@ async def exchange(stream: MuxedStream, data: bytes) -> bytes:
 async def until(condition: Callable[[], object], timeout: float = 20.0, what: str = "") -> None:
     """Wait for ``condition``; a failure says what was waited for."""
     with trio.move_on_after(timeout):
-        while not condition():  # noqa: ASYNC110 - conditions of any kind have no event
+        while not condition():
             await trio.sleep(0.01)
         return
     raise AssertionError(f"not in {timeout} s: {what or condition}")

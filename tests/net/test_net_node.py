@@ -204,7 +204,7 @@ async def _stream(request: Request) -> StreamingResponse:
 
 def _app(left: trio.Event | None = None) -> Starlette:
     async def poll(request: Request) -> JSONResponse:
-        while not await request.is_disconnected():  # noqa: ASYNC110 - what frameworks offer
+        while not await request.is_disconnected():
             await trio.sleep(0.01)
         if left is not None:
             left.set()
