@@ -36,6 +36,22 @@ def split_peer_address(text: str) -> tuple[str, str]:
     return transport, peer_id
 
 
+def check_listen(text: str) -> None:
+    """Check an address to listen on, such as ``/ip4/0.0.0.0/tcp/4001``; port 0 lets the system choose.
+
+    Raises:
+        ValueError: says in one line what is wrong with it.
+    """
+    parts = text.split("/")
+    if len(parts) > 4 and parts[4] == "0":
+        parts[4] = "1"
+    check_transport("/".join(parts))
+    if parts[1].startswith("dns") or parts[5:] not in ([], ["ws"]):
+        raise ValueError(
+            f"{text!r} is not to be listened on: use /ip4/ADDRESS/tcp/PORT, /ws at its end for WebSocket"
+        )
+
+
 def check_transport(text: str) -> None:
     """Check the part of an address before the peer id, such as ``/dns/relay.example.org/tcp/443/wss``.
 

@@ -217,6 +217,9 @@ def option(kind: Kind, default: Any, help_text: str, *, flag: bool = True) -> An
 _RELAY: Final = texts(
     "addresses of relays, each /ip4/HOST/tcp/PORT/p2p/PEER-ID", addresses.split_peer_address
 )
+_LISTEN: Final = texts(
+    "addresses, each /ip4/ADDRESS/tcp/PORT or /ip6/ADDRESS/tcp/PORT", addresses.check_listen
+)
 
 
 def _check_secret(word: str) -> None:
@@ -261,6 +264,11 @@ class PeerSettings(Settings):
 
     relays: tuple[str, ...] = option(_RELAY, (), "Address of a relay; may be given more than once.")
     direct: bool = option(yes_no(), True, "Go over to direct connections where they work.")
+    listen: tuple[str, ...] = option(
+        _LISTEN,
+        ("/ip4/0.0.0.0/tcp/0",),
+        "Where to listen for direct connections; may be given more than once. Port 0 is any free one.",
+    )
     disk: int = option(
         size(1_000_000), 0, "Most disk space for chunks of weights; auto is half of what is free."
     )

@@ -295,7 +295,9 @@ async def run_bridge(
         report(Progress("start", me.peer_id))
         model = await open_model(settings.model, settings.name, settings.home / "manifests", report)
         invitation = _invite(settings, me.peer_id)
-        async with Node.open(me.private_key, relays=settings.relays, direct=settings.direct) as node:
+        async with Node.open(
+            me.private_key, relays=settings.relays, listen=settings.listen, direct=settings.direct
+        ) as node:
             await node.relays_ready(RELAY_SECONDS)
             report(Progress("relay", "reachable through a relay"))
             ring_settings = RingSettings(

@@ -47,7 +47,9 @@ async def run_stage(settings: StageSettings, *, report: Report) -> None:
         step = _STEPS.get(news.state, "plan")
         report(Progress(step, news.text, news.done, news.total, "bytes" if news.total else ""))  # type: ignore[arg-type]
 
-    async with Node.open(me.private_key, relays=relays, direct=settings.direct) as node:
+    async with Node.open(
+        me.private_key, relays=relays, listen=settings.listen, direct=settings.direct
+    ) as node:
         report(
             Progress("relay", f"reserving a place at {len(relays)} relay{'s' if len(relays) != 1 else ''}")
         )

@@ -60,7 +60,9 @@ async def run_volunteer(settings: VolunteerSettings, *, report: Report) -> None:
         unit = "bytes" if news.total else ""
         report(Progress(_STEPS[news.state], news.text, news.done, news.total, unit))
 
-    async with Node.open(me.private_key, relays=relays, direct=settings.direct) as node:
+    async with Node.open(
+        me.private_key, relays=relays, listen=settings.listen, direct=settings.direct
+    ) as node:
         await node.relays_ready(RELAY_SECONDS)
         report(Progress("relay", f"reachable through a relay; computes with {engine_name} on {device}"))
         async with open_engine() as engine, trio.open_nursery() as nursery:
