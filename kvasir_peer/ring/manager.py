@@ -173,6 +173,7 @@ class RingManager:
         self._market, decisions = market.apply(self._market, event, trio.current_time())
         for decision in decisions:
             self._carry_out(decision)
+        self.requests.waits_for(self.missing())
 
     def _carry_out(self, decision: market.Decision) -> None:
         match decision:

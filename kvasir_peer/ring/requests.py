@@ -154,6 +154,11 @@ class RingRequests:
         for active in self._active.values():
             active.wake()
 
+    def waits_for(self, why: str) -> None:
+        """Newer words for what is missing, while nothing is served."""
+        if self._link is None and why:
+            self._why_not = why
+
     def give_up(self, why: str) -> None:
         """End the answers that wait for a ring."""
         self._why_not = why

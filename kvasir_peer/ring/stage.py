@@ -119,9 +119,7 @@ class StageExperts(Protocol):
         """At which layers the next pass hands out its routed rows, and its context for the engine."""
         ...
 
-    def arena(
-        self, shape: ArenaShape, manifest: Manifest, first: int, end: int, rows: int
-    ) -> ArenaShape:
+    def arena(self, shape: ArenaShape, manifest: Manifest, first: int, end: int, rows: int) -> ArenaShape:
         """An arena in which routed rows fit too."""
         ...
 

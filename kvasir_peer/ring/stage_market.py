@@ -607,6 +607,8 @@ class _Market:
         state = self.state
         state.places = planned.places
         if planned.plan is None:
+            if state.has_served and planned.missing != state.missing:
+                self.decisions.append(Note(f"the ring can't be mended yet: {planned.missing}"))
             state.missing = planned.missing
             if state.uncovered_since is None:
                 state.uncovered_since = self.now

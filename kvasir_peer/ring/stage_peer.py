@@ -479,9 +479,7 @@ class StagePeer:
                 experts=self._experts,
             )
         else:
-            epoch = StageEpoch(
-                plan, index, self._node, self._engine, self._verify, experts=self._experts
-            )
+            epoch = StageEpoch(plan, index, self._node, self._engine, self._verify, experts=self._experts)
         self._epoch = epoch
         self._epoch_changed.set()
         self._epoch_changed = trio.Event()

@@ -54,9 +54,7 @@ def cases(count: int, *, model: Path = DATA / MODEL) -> list[dict]:
     return [{**case, "text": tokenizer.decode(case["ids"])} for case in (found * count)[:count]]
 
 
-async def ask(
-    base_url: str, model: str, case: dict, news: Callable[[], None] = lambda: None
-) -> Streamed:
+async def ask(base_url: str, model: str, case: dict, news: Callable[[], None] = lambda: None) -> Streamed:
     """Stream one answer to its end."""
     answer = Streamed(case["prompt"], case["text"])
     await fill(answer, base_url, model, len(case["ids"]), news)
@@ -118,9 +116,7 @@ class Streams:
         """Until every answer has ended."""
         async with trio.open_nursery() as nursery:
             for answer, case in zip(self.answers, self._cases, strict=True):
-                nursery.start_soon(
-                    fill, answer, self._base_url, self._model, len(case["ids"]), self._news
-                )
+                nursery.start_soon(fill, answer, self._base_url, self._model, len(case["ids"]), self._news)
 
     async def have(self, pieces: int) -> None:
         """Wait until so many pieces have come in all."""

@@ -118,6 +118,7 @@ class Swarm:
         self.model = model
         self.count = stages
         self.relay_port = 0
+        self.stage_flags: dict[str, Sequence[str]] = {}
         self.stages: dict[str, Peer] = {}
         self.ended: list[Peer] = []  # earlier processes of peers that were started again
 
@@ -154,6 +155,8 @@ class Swarm:
         """Start a stage peer, with the home of an earlier one of that name if there was one."""
         if name in self.stages:
             self.ended.append(self.stages[name])
+            flags = flags or tuple(self.stage_flags[name])
+        self.stage_flags[name] = flags
         self.stages[name] = Peer(
             name,
             [
