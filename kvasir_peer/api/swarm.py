@@ -118,7 +118,9 @@ def swarm_routes(service: SwarmService) -> list[Route]:
             return error(503, str(problem))
 
     async def ring_timeline(request: Request) -> Response:
-        model = request.path_params["model"]
+        peer, model = peer_of(request), request.path_params["model"]
+        if peer is not None and not service.admitted(peer):
+            return error(403, "show a ticket first: POST /api/stage-volunteer")
         try:
             seconds, after = timeline.asked(
                 request.query_params.get("seconds"), request.query_params.get("after")
