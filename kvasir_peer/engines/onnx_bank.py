@@ -24,7 +24,15 @@ from kvasir_peer.engines import quants
 from kvasir_peer.engines.architectures import EXPERT_WEIGHTS, LayerShape, ModelShape
 from kvasir_peer.engines.base import ExpertBank, ExpertRange, MemoryEstimate, Precision
 from kvasir_peer.engines.onnx_graph import Graph, Runtime, Session, spinning_threads
-from kvasir_peer.engines.onnx_linear import Kernels, Linears, Matrix, centred, container
+from kvasir_peer.engines.onnx_linear import (
+    Kernels,
+    Linears,
+    Matrix,
+    centred,
+    container,
+    extra_columns,
+    widen,
+)
 from kvasir_peer.errors import EngineError
 from kvasir_peer.models.sources import TensorSource
 
@@ -215,6 +223,15 @@ class _Single(_Experts):
         self._pool = pool
         one_thread = replace(runtime, threads=1)
         infos = [source.tensors[layer.name(suffix)] for suffix in EXPERT_WEIGHTS]
+        gate, up = infos[0].type, infos[1].type
+        takes_sums = (
+            precision == "fast"
+            and gate == up
+            and quants.quant_type(gate).asymmetric
+            and container(gate, precision, kernels) != "float"
+        )
+        # Type whose sums are added to the input once for all experts, or None.
+        self._wide = gate if takes_sums else None
 
         def load(expert: int) -> Session:
             matrices = [
@@ -234,7 +251,9 @@ class _Single(_Experts):
                     for suffix in EXPERT_WEIGHTS
                 )
             ]
-            graph = _expert_graph(matrices, biases, layer.activation, precision, kernels)
+            graph = _expert_graph(
+                matrices, biases, layer.activation, precision, kernels, self._wide is not None
+            )
             return graph.session(one_thread)
 
         # Experts are loaded side by side, each taken apart by one thread.
@@ -253,6 +272,8 @@ class _Single(_Experts):
         ends = [*begins[1:].tolist(), len(order)]
         rows = order // ids.shape[1]
         mix = weights.reshape(-1)[order][:, None]
+        if self._wide is not None:
+            x = widen(x, self._wide)
 
         def one(index: int) -> F32:
             part = slice(begins[index], ends[index])
@@ -272,14 +293,19 @@ def _expert_graph(
     activation: str,
     precision: Precision,
     kernels: Kernels,
+    wide: bool,
 ) -> Graph:
-    """Return gate, up, activation and down of one expert: x [n, width], mix [n, 1] to y [n, width]."""
+    """Return gate, up, activation and down of one expert: x [n, width], mix [n, 1] to y [n, width].
+
+    With ``wide`` the input has the sums of its groups beside it, made once for all experts of a layer.
+    """
     g = Graph()
     linears = Linears(g, precision, kernels, threads=1)
     width = matrices[0].columns
-    x = g.input("x", ["n", width])
+    extra = extra_columns(matrices[0].type, width) if wide else 0
+    x = g.input("x", ["n", width + extra])
     mix = g.input("mix", ["n", 1])
-    gate, up = linears.each(x, matrices[:2], biases[:2])
+    gate, up = (linears.wide if wide else linears.each)(x, matrices[:2], biases[:2])
     if activation == "swiglu_oai":
         limit = g.constant(_OAI_LIMIT, np.float32)
         gate = g.op("QuickGelu", g.op("Min", gate, limit), microsoft=True, alpha=_OAI_ALPHA)
