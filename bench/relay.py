@@ -476,6 +476,7 @@ def main() -> int:
     if options.part:
         return 0
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the processes started here end too
     rows = Rows()
     measurements: dict[str, Callable[[Process], None]] = {
         "latency": lambda relay: trio.run(latency_and_rate, rows, relay, options.quick),
