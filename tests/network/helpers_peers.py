@@ -17,7 +17,7 @@ from typing import Any
 from helpers_lab import Lab
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 60.0  # seconds until something has failed; a busy machine needs some
+PATIENCE = 90.0  # seconds until something has failed; a busy machine needs some
 
 
 def environment() -> dict[str, str]:
