@@ -84,7 +84,7 @@ class PlayedBridge:
         shown = (
             msgspec.to_builtins(state) if serving else {"name": "", "stage": None, "link": None, "text": ""}
         )
-        missing = "" if serving else "2 of 3 stages are here"
+        missing = "" if serving else "1 of 3 stages are here"
         return {
             "model": NAME,
             "manifest": "m" * 64,

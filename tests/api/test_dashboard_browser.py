@@ -140,7 +140,7 @@ async def test_a_ring_that_waits_says_for_what():
         await page.goto(server.url + "/")
         await page.wait_for(f"{text('#pill')} === 'gathering'")
         assert await page.evaluate(text("#headline")) == "org/small-1 waits for 2 more machines"
-        assert await page.evaluate(text("#words")) == "2 of 3 stages are here"
+        assert await page.evaluate(text("#words")) == "1 of 3 stages are here"
         assert "it waits <b>here</b>" in await page.evaluate(text("#others"))  # text stays text
         assert await page.evaluate("document.documentElement.scrollWidth") <= 390
         assert page.problems == []

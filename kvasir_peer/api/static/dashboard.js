@@ -81,7 +81,8 @@ function headline(ring) {
   if (ring.state === "serving") say(name, ` is served by ${count(ring.stages.length, "machine")}`);
   else if (ring.state === "mending") say("The ring of ", name, " is being mended");
   else if (ring.state === "loading" || ring.state === "starting") say(name, " is being loaded");
-  else say(name, ` waits for ${count(Math.max(1, wanted - here), "more machine")}`);
+  else if (here < wanted) say(name, ` waits for ${count(wanted - here, "more machine")}`);
+  else say(name, " can't be served yet");
   const words = ring.ring_state.name ? ring.ring_state.text : ring.missing;
   if ($("words").dataset.said === words) return;
   $("words").dataset.said = words;
@@ -172,7 +173,7 @@ function drawRing(ring) {
   $("layers").hidden = !ring.stages.length;
   $("layers").setAttribute("aria-label", ring.stages.map((s) => `stage ${s.stage + 1}: ${layers(s.first, s.end)}`).join("; "));
   if (ring.stages.length) $("stages").replaceChildren(...ring.stages.map((stage) => stageElement(stage, ring)));
-  else $("stages").replaceChildren(make("li", "empty", `A ring of ${ring.wanted_stages} stages begins when ${ring.wanted_stages} machines are here. ${ring.missing}`));
+  else $("stages").replaceChildren(make("li", "empty", `A ring of ${ring.wanted_stages} stages begins when ${ring.wanted_stages} machines are here.`));
   const others = ring.others.map((other) => {
     const what = other.role === "standby" && other.slice ? `stands by for ${layers(...other.slice)}` : other.why || other.role;
     const line = make("div", "", make("b", "", shortPeer(other.peer)), ` ${what}`);
