@@ -127,7 +127,7 @@ async def test_a_js_worker_computes_for_our_peer_through_a_relay(
 ) -> None:
     with program("js worker", ("node", workspace / "peer.js", "serve", relay[transport])) as worker:
         address = (await worker.hear("listening")).split()[1]
-        async with Node.open(key(), direct=False) as node:
+        async with Node.open(key()) as node:
             await ask_for_sums(node, address)
             assert await worker.hear("served") == "served to the end"
 
@@ -137,7 +137,7 @@ async def test_a_web_page_calls_and_computes_through_our_relay(
 ) -> None:
     server = PageServer(workspace)
     try:
-        async with Node.open(key(), relays=[kvasir_relay["tcp"]], direct=False) as node:
+        async with Node.open(key(), relays=[kvasir_relay["tcp"]]) as node:
             await node.relays_ready(30)
             node.handle(experts.PROTOCOL, 2 * 1024 * 1024, echo)
             relay = kvasir_relay["websocket"]

@@ -1,5 +1,5 @@
-// Links of Kvasir over a js-libp2p stream: whole frames, cut into pieces (docs/network.md, "Links, to the byte").
-// Written from the document alone, so that it shows that the document is enough to write another peer.
+// Links of Kvasir over a js-libp2p stream: whole frames, cut into pieces, as docs/protocol.md says in "Links".
+// This side never moves a link to another stream, and says so.
 
 const FIRST = 1 << 29
 const LAST = 1 << 28
@@ -7,6 +7,7 @@ const OWN = 1 << 27
 const LENGTH_MASK = 0x00ffffff
 const HELLO = 1
 const REFUSED = 2
+const WELCOME = 3
 const LINK_VERSION = 1
 const LINK_ID_BYTES = 16
 const MAX_OWN_BYTES = 256
@@ -54,7 +55,7 @@ export class Link {
     this._wakeReceiver = () => {}
     if (opener) {
       this.linkId = crypto.getRandomValues(new Uint8Array(LINK_ID_BYTES))
-      this._own.push(joined([Uint8Array.of(HELLO, LINK_VERSION), this.linkId]))
+      this._own.push(joined([Uint8Array.of(HELLO, LINK_VERSION), this.linkId, Uint8Array.of(0)]))
     }
     this._sending = stream.sink(this._pieces()).catch(error => this._fail(error))
     this._receiving = this._read().catch(error => {
@@ -130,6 +131,7 @@ export class Link {
       const length = bits & LENGTH_MASK
       if (length > this.maxFrame + 4) throw new Error(`a piece of ${length} bytes`)
       const priority = bits >>> 30
+      if ((bits & OWN) !== 0 && (length < 1 || length > MAX_OWN_BYTES)) throw new Error('a link message of a wrong size')
       let payload = length === 0 ? new Uint8Array(0) : await reader.take(length)
       if (payload == null) throw new Error('the stream ended within a piece')
       if ((bits & OWN) !== 0) {
@@ -165,12 +167,17 @@ export class Link {
   }
 
   _ownReceived (message) {
-    if (message.length < 1 || message.length > MAX_OWN_BYTES) throw new Error('a link message of a wrong size')
     if (message[0] === HELLO) {
       if (this._opener || this.linkId != null || message[1] < LINK_VERSION) throw new Error('a wrong hello')
       this.linkId = message.slice(2, 2 + LINK_ID_BYTES)
-    } else if (message[0] === REFUSED) {
+      if (message[2 + LINK_ID_BYTES] > 0) {
+        this._own.push(Uint8Array.of(WELCOME, 0))
+        this._wakeSender()
+      }
+    } else if (message[0] === REFUSED && this._opener) {
       this._fail(new Error(`refused: ${new TextDecoder().decode(message.subarray(1))}`))
+    } else {
+      throw new Error(`a link message of kind ${message[0]}`)
     }
   }
 }
