@@ -6,7 +6,9 @@ the floats, if the asymmetric types' offsets are added apart::
     y = x @ (scale * (code - zero) + offset)^T = MatMulNBits(x, codes) + blocksum(x) @ offset^T
 
 where ``blocksum`` adds up the input over each group of weights that shares an offset. Codes are centred first, by a
-zero point for each group, so that the second term stays small beside the first (see :func:`centred`).
+zero point for each group, so that the second term stays small beside the first (see :func:`centred`). In ``exact`` it
+is a product of its own; in ``fast`` the sums and the offsets become further columns of the same product (see
+:func:`widened`).
 
 At accuracy level 4 activations are rounded to int8 per group, which costs about one per cent of the result, as in
 llama.cpp. At level 0 they stay float32; 8-bit codes have no quick kernel there, so they are dequantised then.
@@ -82,9 +84,12 @@ def packed_bytes(type_id: int, rows: int, columns: int, precision: Precision, ke
     t = quants.quant_type(type_id)
     # A scale of float32 per group; at level 4 the kernel keeps the scales as given too, and its sums over groups.
     per_group = 12.0 if precision == "fast" else 4.0
-    if t.asymmetric:
-        # An offset, and with 4 bits a zero point.
-        per_group += 4 if t.bits == 8 else 4.5
+    if t.asymmetric and t.bits == 4:
+        per_group += 0.5  # a zero point
+    if t.asymmetric and precision == "fast":
+        n += rows * extra_columns(type_id, columns)
+    elif t.asymmetric:
+        per_group += 4  # an offset
     return n * t.bits // 8 + int(n // t.group * per_group)
 
 
@@ -232,6 +237,7 @@ class Linears:
         self._precision = precision
         self._kernels = kernels
         self._sums: dict[tuple[str, int], str] = {}
+        self._wide: dict[tuple[str, int], str] = {}
 
     def one(self, x: str, matrix: Matrix, bias: F32 | None = None) -> str:
         """Add ``x @ matrix^T + bias``; x is [n, columns], the result [n, rows]."""
@@ -271,7 +277,11 @@ class Linears:
                 inputs.append(g.weight(bias))
             return g.op("Gemm", *inputs, transB=1)
         codes = quants.unpack(raw, type_id, (rows, columns), threads=self._threads)
-        c = widened(codes) if wide else centred(codes)
+        if codes.offsets is not None and self._precision == "fast":
+            c = widened(codes)
+            x = x if wide else self._widened(x, type_id, columns)
+        else:
+            c = centred(codes)
         groups = c.scales.shape[1]
         inputs = [
             x,
@@ -296,6 +306,19 @@ class Linears:
         if bias is not None:
             product = g.op("Add", product, g.weight(bias))
         return product
+
+    def _widened(self, x: str, type_id: int, columns: int) -> str:
+        """Do in the graph what :func:`widen` does, once for all products of the same x."""
+        t = quants.quant_type(type_id)
+        key = (x, t.group * 10 + t.bits)
+        if key not in self._wide:
+            g = self._graph
+            groups = columns // t.group
+            sums = self._group_sums(x, groups, t.group)
+            if groups % t.group:
+                sums = g.op("Pad", sums, g.constant([0, 0, 0, -groups % t.group], np.int64))
+            self._wide[key] = g.op("Concat", x, *[sums] * _COPIES[t.bits], axis=1)
+        return self._wide[key]
 
     def _group_sums(self, x: str, groups: int, group: int) -> str:
         """Add up x over groups, once for all products of the same x: [n, groups]."""
