@@ -1,10 +1,12 @@
 """The elastic loop, live: a swarm that grows under load, shrinks when it ends, and is warm for the next surge.
 
-    python bench/elastic.py [--model FILE.gguf] [--volunteers 8] [--svg FILE]
+    python bench/elastic.py [--model FILE.gguf] [--volunteers 8] [--disk 700000] [--svg FILE]
+    python bench/elastic.py --demo --model FILE.gguf --volunteers 4 --disk 40M     (make demo-experts)
 
 A relay, a bridge without a ring, a coordinator and idle volunteers, each a process of its own, meet only through the
 relay. Base 1 and boost 1 replica of four ranges of experts. Clients load the coordinator twice. What happened is
-printed as a timeline, drawn, and held against the rules: exit status 1 where one is broken.
+printed as a timeline, drawn, and held against the rules: exit status 1 where one is broken. The demo asks a chat
+model a question in the calm, and again while volunteers share the work.
 """
 
 from __future__ import annotations
@@ -88,7 +90,9 @@ class Run:
                 self.mark(progress.text)
 
 
-async def start(run: Run, children: Children, home: Path, model: Path, volunteers: int) -> None:
+async def start(
+    run: Run, children: Children, home: Path, model: Path, volunteers: int, disk: str, floor_ms: float
+) -> None:
     quiet = ["--no-direct", "--json-progress"]
     await children.start(
         "relay",
@@ -115,7 +119,7 @@ async def start(run: Run, children: Children, home: Path, model: Path, volunteer
         ["coordinator", "--threads", "1", "--home", str(home / "coordinator"), *quiet],
         log=home / "coordinator.log",
         KVASIR_TICKET=ticket,
-        KVASIR_EXPERT_FLOOR_MS=str(FLOOR_MS),
+        KVASIR_EXPERT_FLOOR_MS=str(floor_ms),
     )
     await children.wait_for(lambda: "coordinator" in run.ready or None, "the coordinator")
     for number in range(volunteers):
@@ -123,8 +127,7 @@ async def start(run: Run, children: Children, home: Path, model: Path, volunteer
         await children.start(
             f"volunteer{number}",
             "kvasir-peer",
-            # A quarter of the small model's experts fit.
-            ["volunteer", "--threads", "1", "--disk", "700000", "--home", str(folder), *quiet],
+            ["volunteer", "--threads", "1", "--disk", disk, "--home", str(folder), *quiet],
             log=home / f"volunteer{number}.log",
             KVASIR_TICKET=ticket,
         )
@@ -164,20 +167,63 @@ async def watch(run: Run) -> None:
             await trio.sleep(PERIOD)
 
 
-async def load(run: Run, stop: trio.Event) -> None:
+async def chat(run: Run, question: str) -> None:
+    """Ask, and print the answer as it comes."""
+    from kvasir_peer.commands import answers
+
+    print(f"\n> {question}\n", flush=True)
+    began, count = time.monotonic(), 0
+    async with httpx.AsyncClient(base_url=run.base_url, timeout=300, trust_env=False) as client:
+        model = (await client.get("models")).json()["data"][0]["id"]
+        body = {
+            "model": model,
+            "messages": [{"role": "user", "content": question}],
+            "max_tokens": 60,
+            "temperature": 0,
+            "stream": True,
+        }
+        async with client.stream("POST", "chat/completions", json=body) as got:
+            if got.status_code != 200:
+                raise SystemExit(
+                    f"the bridge answered {got.status_code}: {(await got.aread()).decode()[:300]}"
+                )
+            async for line in got.aiter_lines():
+                for event in answers.read_line(line):
+                    if isinstance(event, answers.Text):
+                        count += 1
+                        print(event.text, end="", flush=True)
+    print(f"\n\n{count} pieces in {time.monotonic() - began:.1f} s\n", flush=True)
+
+
+async def demo(run: Run, nursery: trio.Nursery, volunteers: int, question: str) -> None:
+    run.mark("calm: the coordinator computes everything itself")
+    await chat(run, question)
+    stop = trio.Event()
+    run.mark("three clients come at once")
+    nursery.start_soon(load, run, stop, 32, 3)
+    await until(run, lambda s: s.workers >= volunteers, 240, f"{volunteers} workers")
+    await until(run, lambda s: s.remote > 0.02, 120, "rows computed by volunteers")
+    run.mark(f"volunteers compute {run.samples[-1].remote:.0%} of the experts' rows")
+    await chat(run, question)
+    run.mark("the clients leave")
+    stop.set()
+    await until(run, lambda s: s.busy == 0, 240, "the end of the last answers")
+
+
+async def load(run: Run, stop: trio.Event, tokens: int = 120, count: int = CLIENTS) -> None:
     """Clients that ask again and again until told to stop."""
-    async with httpx.AsyncClient(base_url=run.base_url, timeout=120, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=run.base_url, timeout=300, trust_env=False) as client:
         model = (await client.get("models")).json()["data"][0]["id"]
 
         async def one() -> None:
             while not stop.is_set():
-                body = {"model": model, "prompt": "Once upon a time", "max_tokens": 120, "temperature": 0}
+                body = {"model": model, "prompt": "Once upon a time", "max_tokens": tokens, "temperature": 0}
                 answer = await client.post("completions", json=body)
                 if answer.status_code != 200:
                     await trio.sleep(0.5)
 
         async with trio.open_nursery() as nursery:
-            for _ in range(CLIENTS):
+            for _ in range(count):
                 nursery.start_soon(one)
 
 
@@ -282,14 +328,20 @@ def draw(run: Run) -> str:
     )
 
 
-async def main_async(run: Run, failures: list[str], model: Path, volunteers: int, home: Path) -> None:
+async def main_async(run: Run, failures: list[str], given: argparse.Namespace, home: Path) -> None:
     async with trio.open_nursery() as nursery:
         children = Children(nursery, run.hear)
         try:
-            await start(run, children, home, model, volunteers)
-            run.mark(f"{volunteers} idle volunteers, a coordinator")
-            nursery.start_soon(watch, run)
-            await scenario(run, nursery, volunteers, failures)
+            floor_ms = 0.0 if given.demo else FLOOR_MS
+            await start(run, children, home, given.model, given.volunteers, given.disk, floor_ms)
+            run.mark(f"{given.volunteers} idle volunteers, a coordinator")
+            async with trio.open_nursery() as clients:
+                clients.start_soon(watch, run)
+                if given.demo:
+                    await demo(run, clients, given.volunteers, given.prompt)
+                else:
+                    await scenario(run, clients, given.volunteers, failures)
+                clients.cancel_scope.cancel()
         finally:
             await children.end()
             nursery.cancel_scope.cancel()
@@ -301,14 +353,17 @@ def main() -> int:
     )
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--volunteers", type=int, default=8)
+    parser.add_argument("--disk", default="700000", help="of each volunteer: a quarter of the small model")
     parser.add_argument("--svg", type=Path)
+    parser.add_argument("--demo", action="store_true", help="a short run with a chat")
+    parser.add_argument("--prompt", default="Why is the sky blue? Answer in one short sentence.")
     parser.add_argument("--home", type=Path, help="keep the processes' folders and logs here")
     given = parser.parse_args()
     os.environ.setdefault("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "relay")]))
     with tempfile.TemporaryDirectory(prefix="kvasir-elastic-") as home:
         run = Run()
         failures: list[str] = []
-        trio.run(main_async, run, failures, given.model, given.volunteers, given.home or Path(home))
+        trio.run(main_async, run, failures, given, given.home or Path(home))
     print(table(run))
     if given.svg is not None:
         given.svg.write_text(draw(run))

@@ -21,6 +21,7 @@ from kvasir_peer.progress import Progress
 
 LOCK_FILE = "running.lock"
 STATE_FILE = "running.json"
+GIVEN_FILE = "given.json"
 PAUSE_FILE = "paused"  # is there while the owner wants the machine for something else
 
 
@@ -152,3 +153,32 @@ def set_paused(home: Path, paused: bool) -> None:
             file.unlink(missing_ok=True)
     except OSError as error:
         raise SettingsError(f"cannot write {file}: {error.strerror or error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a machine has given to swarms as a volunteer, since its home directory was made.
+
+    Attributes:
+        rows: of hidden states that experts were computed for.
+        seconds: of computing.
+    """
+
+    rows: int = 0
+    seconds: float = 0.0
+
+
+def given(home: Path) -> Given:
+    """What was given so far; nothing where the file is absent or damaged."""
+    try:
+        raw = json.loads((home / GIVEN_FILE).read_text())
+        return Given(int(raw["rows"]), float(raw["seconds"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return Given()
+
+
+def keep_given(home: Path, found: Given) -> None:
+    """Keep what was given; whole or not at all."""
+    temporary = home / f".{GIVEN_FILE}.{os.getpid()}"
+    temporary.write_text(json.dumps(asdict(found)))
+    temporary.replace(home / GIVEN_FILE)

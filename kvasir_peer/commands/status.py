@@ -75,6 +75,10 @@ def show_status(
     held = _folder_bytes(folder / settings.STORE_FOLDER)
     found["store_bytes"] = held
     lines.append(f"weights  {held / 1e6:.1f} MB on disk")
+    given = running.given(folder)
+    found["given"] = {"rows": given.rows, "seconds": given.seconds}
+    if given.rows:
+        lines.append(f"given    {given.rows:,} rows of experts, {given.seconds:.0f} s of computing")
     role = running.find(folder)
     if role is None:
         lines.append("running  nothing")

@@ -227,7 +227,8 @@ class Dispatcher:
         self._pair_measured = False
         self._local_waiting = 0
         self._under_way = 0
-        self._layer_seconds = 0.0
+        self._engine_seconds = 0.0
+        self._engine_seen = (0, 0.0)
         self._passes = 0
         self._checks = trio.CapacityLimiter(2)
         self._checks_waiting = 0
@@ -255,12 +256,22 @@ class Dispatcher:
         settings = self.config.settings
         while True:
             began = trio.current_time()
+            self._measure_engine()
             try:
                 with trio.move_on_after(settings.poll_deadline):
                     self._reading = await self._read_slots()
             except KvasirError as error:
                 logger.warning("the own slots could not be read: %s", error)
             await trio.sleep_until(began + settings.poll_period)
+
+    def _measure_engine(self) -> None:
+        """How long the engine is busy with one layer of one pass, apart from routed rows."""
+        figures = self._engine.statistics()
+        passes, held = self._engine_seen
+        if figures.passes > passes:
+            each = (figures.held_ms - held) / 1e3 / (figures.passes - passes)
+            self._engine_seconds = each / max(1, len(self.config.layers))
+        self._engine_seen = (figures.passes, figures.held_ms)
 
     # -- the map --------------------------------------------------------------------------------------------
 
@@ -377,7 +388,6 @@ class Dispatcher:
             self._nursery.start_soon(self._serve, work)
 
     async def _serve(self, work: RoutedPass) -> None:
-        began = trio.current_time()
         self._under_way += 1
         try:
             size = rows_bytes(work.rows, work.experts, self.config.n_embd, "f32")
@@ -393,7 +403,6 @@ class Dispatcher:
             logger.info("routed rows of layer %d are given up: %s", work.layer, error)
         finally:
             self._under_way -= 1
-            self._layer_seconds += 0.1 * (trio.current_time() - began - self._layer_seconds)
 
     async def _sums(self, rows: RoutedRows) -> F32:
         self._counts["routed"] += 1
@@ -416,7 +425,8 @@ class Dispatcher:
             rows.counts(),
             workers,
             LocalCost(self._pair_seconds, self._local_waiting * self._pair_seconds),
-            hidden=max(0, self._under_way - 1) * self._layer_seconds,
+            # What the engine has to do for other passes meanwhile; not what they wait for, which nobody works at.
+            hidden=max(0, self._under_way - 1) * self._engine_seconds,
             local_allowed=self.config.remote != "all",
         )
         parts = rows.divide(shares)

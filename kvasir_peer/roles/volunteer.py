@@ -9,10 +9,11 @@ from pathlib import Path
 import psutil
 import trio
 
-from kvasir_peer import identity
+from kvasir_peer import identity, running
 from kvasir_peer.agent.chunk_transfer import serve_chunks
 from kvasir_peer.agent.engine import open_engine
 from kvasir_peer.engines.choice import choose_engine
+from kvasir_peer.experts.expert_server import ServerStatistics
 from kvasir_peer.experts.volunteer import Volunteer, VolunteerConfig, VolunteerNews
 from kvasir_peer.models.store import ChunkStore
 from kvasir_peer.net.node import Node
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 RELAY_SECONDS = 30.0  # for the first reservation; a peer without one can't be reached
 FREE_MEMORY_SHARE = 0.5  # of what is free, where the owner sets no limit: the machine stays usable
+GIVEN_SECONDS = 10.0  # between two writes of what was given
 PAUSE_SECONDS = 0.25  # between two looks at whether the owner has paused this peer
 
 # Bytes of memory for each byte of a file: containers wider than the file's, and what loading leaves behind.
@@ -95,7 +97,27 @@ async def run_volunteer(settings: VolunteerSettings, *, report: Report) -> None:
                 accept=volunteer.may_fetch,
             )
             nursery.start_soon(_watch_pause, settings.home, volunteer)
+            nursery.start_soon(_keep_given, settings.home, volunteer)
             await volunteer.run()
+
+
+async def _keep_given(home: Path, volunteer: Volunteer) -> None:
+    """Keep count, in the home directory, of what this machine has given."""
+    before = running.given(home)
+    kept = 0
+    try:
+        while True:
+            await trio.sleep(GIVEN_SECONDS)
+            served = volunteer.statistics().served
+            if served.rows != kept:
+                kept = served.rows
+                running.keep_given(home, _sum(before, served))
+    finally:
+        running.keep_given(home, _sum(before, volunteer.statistics().served))
+
+
+def _sum(before: running.Given, served: ServerStatistics) -> running.Given:
+    return running.Given(before.rows + served.rows, before.seconds + served.held_ms / 1e3)
 
 
 async def _watch_pause(home: Path, volunteer: Volunteer) -> None:
