@@ -10,7 +10,8 @@ BIN := $(VENV)/bin
 MODEL := .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
 EXPERTS := .cache/models/SmolLM2-135M-Instruct.Q4_1.experts16.gguf
 PROMPT ?= Why is the sky blue? Answer in one short sentence.
-PYTEST_FLAGS ?=
+# Two processes: the tests wait for other processes about as often as they compute.
+PYTEST_FLAGS ?= -n 2 --dist loadfile
 PACKAGES := kvasir_peer relay/kvasir_relay
 
 .PHONY: demo demo-experts test lint model clean environment

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import trio
-from kvasir_relay import config as settings
-from kvasir_relay.listeners import open_listeners
-from kvasir_relay.messages import REASON_FIELD
-from kvasir_relay.server import Relay
 
 from kvasir_peer.identity import Identity
 from kvasir_peer.net import circuit, delimited, maddr, upstream
 from kvasir_peer.net.connection import Connection
 from kvasir_peer.net.host import Host, new_host
 from kvasir_peer.net.yamux import MuxedStream
+from kvasir_relay import config as settings
+from kvasir_relay.listeners import open_listeners
+from kvasir_relay.messages import REASON_FIELD
+from kvasir_relay.server import Relay
 
 ROOT = Path(__file__).resolve().parents[2]
 HopMessage, StopMessage = upstream.circuit_pb2.HopMessage, upstream.circuit_pb2.StopMessage

@@ -25,6 +25,12 @@ from helpers_relay import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+
+from kvasir_peer.errors import LinkError, RefusedError, SettingsError, WireError
+from kvasir_peer.identity import Identity
+from kvasir_peer.net import delimited, multistream
+from kvasir_peer.net.connection import Connection
+from kvasir_peer.net.duplex import receive_exactly
 from kvasir_relay import invites
 from kvasir_relay.access import Gatekeeper
 from kvasir_relay.addresses import advertised, is_public
@@ -33,12 +39,6 @@ from kvasir_relay.limits import parse_address
 from kvasir_relay.listeners import Listener
 from kvasir_relay.proxies import forwarded_address
 from kvasir_relay.server import Relay
-
-from kvasir_peer.errors import LinkError, RefusedError, SettingsError, WireError
-from kvasir_peer.identity import Identity
-from kvasir_peer.net import delimited, multistream
-from kvasir_peer.net.connection import Connection
-from kvasir_peer.net.duplex import receive_exactly
 
 RELAY, ISSUER, STRANGER = (Identity.generate() for _ in range(3))
 PUBLIC, PRIVATE, LOOPBACK = (parse_address(text) for text in ("8.8.8.8", "192.168.1.9", "127.0.0.1"))

@@ -10,14 +10,14 @@ import trio
 from helpers_relay import joined, joined_circuit, make_config, receive, running_relay, until
 from hypothesis import given
 from hypothesis import strategies as st
+
+from kvasir_peer.net.yamux import DATA, HEADER_BYTES, MuxedStream, Yamux
 from kvasir_relay.buckets import RateTable, TokenBucket
 from kvasir_relay.circuits import SPARSE_BURST_BYTES, SPARSE_BYTES_PER_SECOND, Buffers, Circuit
 from kvasir_relay.config import Bandwidth, Limits
 from kvasir_relay.counters import Counters
 from kvasir_relay.limits import Ledger
 from kvasir_relay.shaper import QUANTUM_BYTES, Shaper, Shares
-
-from kvasir_peer.net.yamux import DATA, HEADER_BYTES, MuxedStream, Yamux
 
 # --- buckets -----------------------------------------------------------------------------------------------------
 

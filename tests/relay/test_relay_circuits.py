@@ -16,12 +16,12 @@ from helpers_relay import (
     running_relay,
     until,
 )
-from kvasir_relay.server import Relay
 
 from kvasir_peer.errors import LinkError
 from kvasir_peer.identity import Identity
 from kvasir_peer.net import upstream
 from kvasir_peer.net.yamux import MuxedStream
+from kvasir_relay.server import Relay
 
 
 def nothing_held(relay: Relay) -> bool:
@@ -306,9 +306,8 @@ async def test_the_relay_dials_nobody_and_takes_no_circuits_itself() -> None:
 
 
 async def test_end_to_end_encryption_hides_what_is_carried(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvasir_relay.circuits import Flow
-
     from kvasir_peer.net.node import Node
+    from kvasir_relay.circuits import Flow
 
     seen = bytearray()
     receive_there = Flow.receive

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from helpers_relay import ROOT, command, environment, make_config
-from kvasir_relay import config as settings
-from kvasir_relay.config import KEYS, Config, load
 
 from kvasir_peer.errors import SettingsError
 from kvasir_peer.identity import Identity
+from kvasir_relay import config as settings
+from kvasir_relay.config import KEYS, Config, load
 
 PEER = Identity.generate().peer_id
 
@@ -241,9 +241,8 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_invites_are_made_and_revoked_by_the_command(tmp_path: Path) -> None:
-    from kvasir_relay import invites
-
     from kvasir_peer.identity import load as load_identity
+    from kvasir_relay import invites
 
     made = run("invite", "create", "--home", str(tmp_path), "--valid-for", "1h", "--peer", PEER)
     assert made.returncode == 0, made.stderr

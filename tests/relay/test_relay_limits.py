@@ -20,13 +20,13 @@ from helpers_relay import (
     running_relay,
     until,
 )
-from kvasir_relay.config import Limits
-from kvasir_relay.limits import Ledger, LimitError, parse_address
-from kvasir_relay.server import Relay
 
 from kvasir_peer.errors import LinkError
 from kvasir_peer.net import circuit, delimited, upstream
 from kvasir_peer.net.yamux import MuxedStream
+from kvasir_relay.config import Limits
+from kvasir_relay.limits import Ledger, LimitError, parse_address
+from kvasir_relay.server import Relay
 
 V4, V4_NEAR, V4_FAR = (parse_address(text) for text in ("203.0.113.5", "203.0.113.77", "198.51.100.9"))
 V6, V6_NEAR, V6_FAR = (parse_address(text) for text in ("2001:db8::5", "2001:db8:0:ff::9", "2001:db8:1::5"))

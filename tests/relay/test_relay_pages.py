@@ -19,12 +19,12 @@ from helpers_relay import (
     running_relay,
     until,
 )
-from kvasir_relay.listeners import open_http_socket
-from kvasir_relay.pages import Pages
-from kvasir_relay.server import Relay
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvasir_peer.errors import SettingsError
+from kvasir_relay.listeners import open_http_socket
+from kvasir_relay.pages import Pages
+from kvasir_relay.server import Relay
 
 
 @asynccontextmanager

@@ -26,12 +26,12 @@ from helpers_relay import (
     running_relay,
     until,
 )
-from kvasir_relay import invites
 
 from kvasir_peer.errors import LinkError
 from kvasir_peer.identity import load as load_identity
 from kvasir_peer.net import delimited, maddr, multistream, upstream
 from kvasir_peer.net.yamux import MuxedStream
+from kvasir_relay import invites
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
 

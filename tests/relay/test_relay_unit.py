@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers_relay import ROOT
+
 from kvasir_relay.config import load
 
 UNIT = ROOT / "packaging" / "kvasir-relay.service"

@@ -14,7 +14,6 @@ from helpers_relay import (
     running_peers,
     running_relay,
 )
-from kvasir_relay.server import Relay
 from wsproto.events import AcceptConnection, Request
 
 from kvasir_peer.errors import LinkError
@@ -23,6 +22,7 @@ from kvasir_peer.net import circuit
 from kvasir_peer.net.connection import Connection, run_over_duplex
 from kvasir_peer.net.noise import NoiseIdentity
 from kvasir_peer.net.websocket import WebSocketDuplex
+from kvasir_relay.server import Relay
 
 
 def by_kind(relay: Relay) -> tuple[str, str]:
