@@ -21,7 +21,8 @@ import trio
 import kvasir_peer.errors as errors
 from kvasir_peer.engines import orders
 from kvasir_peer.engines.arena import Arena, create_arena_file
-from kvasir_peer.errors import EngineError
+from kvasir_peer.errors import EngineError, WireError
+from kvasir_peer.wire.codec import PREFIX_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +170,9 @@ class Engine:
     async def take_buffer(self) -> int:
         """Index of a free buffer of the arena; waits until there is one."""
         while not self._free:
-            self._freed = trio.Event()
+            # One event for all who wait: whoever wakes up too late waits for the next one with the others.
+            if self._freed.is_set():
+                self._freed = trio.Event()
             await self._freed.wait()
         return self._free.pop()
 
@@ -317,7 +320,10 @@ class Engine:
             waiter[0].set()
 
     async def _read(self, connection: _Connection) -> None:
-        """Take answers until the process's end of the socket closes."""
+        """Take answers until the process's end of the socket closes, or makes no sense any more.
+
+        The process reads files that come from elsewhere, so it is not believed blindly either.
+        """
         data = bytearray()
         while True:
             try:
@@ -330,9 +336,18 @@ class Engine:
             while len(data) >= orders.LENGTH.size:
                 (size,) = orders.LENGTH.unpack_from(data)
                 end = orders.LENGTH.size + size
+                if size > orders.MAX_ORDER_BYTES + PREFIX_BYTES:
+                    logger.error("the engine process announces an answer of %d bytes and is ended", size)
+                    connection.process.kill()
+                    return
                 if len(data) < end:
                     break
-                message, _ = orders.CODEC.decode(bytes(data[orders.LENGTH.size : end]))
+                try:
+                    message, _ = orders.CODEC.decode(bytes(data[orders.LENGTH.size : end]))
+                except WireError as error:
+                    logger.error("the engine process makes no sense and is ended: %s", error)
+                    connection.process.kill()
+                    return
                 del data[:end]
                 if isinstance(message, orders.Ready):
                     self._up.set()
@@ -344,11 +359,21 @@ class Engine:
         crashes = 0
         while True:
             began = trio.current_time()
-            connection = self._spawn()
+            try:
+                connection = self._spawn()
+            except OSError as error:
+                if not self._restarts:
+                    raise EngineError(f"the engine process can't be started: {error}") from None
+                # The machine is short of memory or processes for now; the network's side goes on meanwhile.
+                crashes += 1
+                delay = RESTART_DELAYS[min(crashes, len(RESTART_DELAYS)) - 1]
+                logger.warning("the engine process can't be started (%s); again in %.1f s", error, delay)
+                await trio.sleep(delay)
+                continue
             self._connection = connection
             try:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._announce, task_status)
+                    nursery.start_soon(self._announce, connection, task_status)
                     await self._read(connection)
                     nursery.cancel_scope.cancel()
             finally:
@@ -363,17 +388,23 @@ class Engine:
             self.crashed()
             await trio.sleep(delay)
 
-    async def _announce(self, task_status: trio.TaskStatus[None]) -> None:
+    async def _announce(self, connection: _Connection, task_status: trio.TaskStatus[None]) -> None:
         with trio.move_on_after(READY_SECONDS) as scope:
             await self._up.wait()
         if scope.cancelled_caught:
-            raise EngineError(f"the engine process did not come up within {READY_SECONDS:.0f} s")
+            why = f"the engine process did not come up within {READY_SECONDS:.0f} s"
+            if not self._restarts:
+                raise EngineError(why)
+            logger.warning("%s; it is started again", why)
+            connection.process.kill()
+            return
         with contextlib.suppress(RuntimeError):  # a restart: the task had started before
             task_status.started()
 
     def _spawn(self) -> _Connection:
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, contextlib.ExitStack() as unless_started:
+            unless_started.callback(ours.close)
             process = subprocess.Popen(
                 [
                     sys.executable,
@@ -385,6 +416,7 @@ class Engine:
                 pass_fds=(theirs.fileno(), self._arena_file),
                 stdin=subprocess.DEVNULL,
             )
+            unless_started.pop_all()
         return _Connection(process, trio.SocketStream(trio.socket.from_stdlib_socket(_non_blocking(ours))))
 
     def _close(self) -> None:
@@ -422,6 +454,8 @@ def _checked(answers: list[msgspec.Struct]) -> msgspec.Struct:
     answer = answers[0]
     if isinstance(answer, orders.Failed):
         kind = getattr(errors, answer.error, EngineError)
+        if not (isinstance(kind, type) and issubclass(kind, errors.KvasirError)):
+            kind = EngineError
         if kind is errors.WireError:
             raise errors.WireError("batch", answer.message)
         raise kind(answer.message)
@@ -444,7 +478,8 @@ async def _end(connection: _Connection) -> None:
     with trio.CancelScope(shield=True):
         with trio.move_on_after(QUIT_SECONDS):
             with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-                await connection.stream.send_all(orders.pack(orders.Quit()))
+                async with connection.send_lock:
+                    await connection.stream.send_all(orders.pack(orders.Quit()))
                 while await connection.stream.receive_some(1 << 16):
                     pass  # late answers; the end of the stream is the end of the process
         if connection.process.poll() is None:
