@@ -7,7 +7,7 @@
          router 11.0.0.10          router 11.0.0.20     router 11.0.0.30
          keeps ports               new port for each    keeps ports
          192.168.10.0/24           192.168.20.0/24      192.168.30.0/24
-         a                         b                    c, d
+         a                         b, e                 c, d
 
 All routers take from outside only what belongs to connections made from inside; the rest they drop without a word.
 Nothing of it touches the machine's own network; it is gone with its namespaces.
@@ -57,7 +57,7 @@ class Home:
 
 HOMES = (
     Home(10, ("a",), keeps_ports=True),
-    Home(20, ("b",), keeps_ports=False),
+    Home(20, ("b", "e"), keeps_ports=False),
     Home(30, ("c", "d"), keeps_ports=True),
 )
 

@@ -1,8 +1,9 @@
-"""A ring of real peers in three homes, its bridge in one of them: the answers are exact whatever path they take."""
+"""A ring of real peers in three homes, with its bridge and a volunteer: answers are exact whatever path they take."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ import pytest
 from helpers_lab import HOMES, Lab
 from helpers_peers import PATIENCE, wait
 
+from kvasir_peer import running
 from kvasir_peer.models.gguf import GgufFile
 from kvasir_peer.models.tokenizer import Tokenizer
 from tests.swarm.swarm_processes import DATA, Peer, expected_greedy
@@ -22,14 +24,18 @@ from tests.swarm.swarm_processes import DATA, Peer, expected_greedy
 pytestmark = [pytest.mark.root, pytest.mark.timeout(240)]
 
 HOME_A, _, HOME_C = HOMES
-MODEL = DATA / "stories260K.gguf"
+MODEL = DATA / "stories260K-moe8x2.gguf"
 BRIDGE = "c"
 STAGES = ("a", "b", "d")
-EXACT = ("--boundary", "f32", "--context-length", "256", "--max-requests", "4")
+VOLUNTEER = "e"
+CLIENTS = 2
+EXACT = ("--boundary", "f32", "--experts-dtype", "f32", "--context-length", "256")
+BUSY = ("--saturation-threshold", "1")  # one answer is enough for the volunteer to be wanted
+COMPUTE = ("--threads", "1", "--engine", "onnx", "--precision", "exact")
 
 
 class Ring:
-    """A bridge and three stages, each on its machine."""
+    """A bridge, three stages and a volunteer, each on its machine."""
 
     def __init__(self, network: Lab, relay: str, folder: Path) -> None:
         self._network = network
@@ -37,21 +43,21 @@ class Ring:
         self.bridge = self._start(
             BRIDGE,
             *("bridge", "--model", str(MODEL), "--relay", relay, "--stages", "3", "--port", "0"),
-            *EXACT,
+            *("--max-requests", str(CLIENTS), *EXACT, *BUSY),
         )
-        self.stages: dict[str, Peer] = {}
+        self.others: dict[str, Peer] = {}
 
     def _start(self, machine: str, role: str, *flags: str) -> Peer:
         command = ["kvasir-peer", role, *flags, "--home", str(self._folder / machine)]
         return self._network.within(machine, Peer, machine, command)
 
-    def start_stages(self) -> None:
-        """Start them with the bridge's ticket."""
+    def start_others(self) -> None:
+        """Start stages and volunteer with the bridge's ticket."""
         ticket = self.bridge.wait_for(lambda line: line.startswith("kvasir1"))
         self.url = self.bridge.wait_for(lambda line: line.startswith("http://"))
         for machine in STAGES:
-            flags = ("--threads", "1", "--engine", "onnx", "--precision", "exact")
-            self.stages[machine] = self._start(machine, "stage", ticket, *flags)
+            self.others[machine] = self._start(machine, "stage", ticket, *COMPUTE, *BUSY)
+        self.others[VOLUNTEER] = self._start(VOLUNTEER, "volunteer", ticket, *COMPUTE)
 
     def _get(self, path: str) -> Any:
         return self._network.within(BRIDGE, lambda: httpx.get(path, timeout=20, trust_env=False).json())
@@ -77,7 +83,7 @@ class Ring:
         machines = []
         paths = []
         for stage in self.status()["stages"]:
-            machines += [name for name, peer in self.stages.items() if stage["peer"] in peer.output]
+            machines += [name for name, peer in self.others.items() if stage["peer"] in peer.output]
             paths.append((stage["figures"] or {}).get("path", ""))
         following = [*machines[1:], *machines[:1]]
         return {frozenset(pair): path for *pair, path in zip(machines, following, paths, strict=True)}
@@ -94,15 +100,19 @@ class Ring:
             )
             return "".join(chunk.choices[0].text for chunk in stream if chunk.choices)
 
+    def rows_given(self) -> int:
+        """Rows of experts that the volunteer has computed."""
+        return running.given(self._folder / VOLUNTEER).rows
+
     def outputs(self) -> str:
         """What everybody printed last."""
-        peers = {"bridge": self.bridge, **self.stages}
+        peers = {"bridge": self.bridge, **self.others}
         return "\n".join(f"--- {name}\n" + "\n".join(peer.lines[-40:]) for name, peer in peers.items())
 
     def end(self) -> None:
-        """End everybody."""
-        for peer in (*self.stages.values(), self.bridge):
-            peer.end()
+        """End everybody, at once: how peers leave is for other tests."""
+        for peer in (*self.others.values(), self.bridge):
+            peer.kill()
 
 
 @pytest.fixture
@@ -110,37 +120,66 @@ def ring(network: Lab, relay: str, tmp_path: Path) -> Iterator[Ring]:
     """A serving ring."""
     found = Ring(network, relay, tmp_path)
     try:
-        found.start_stages()
+        found.start_others()
         found.wait_until_serving()
         yield found
     finally:
         found.end()
 
 
+class Clients:
+    """Ask one case after the other, some at once, until the end of the block; every answer must be exact."""
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._cases = expected_greedy(MODEL.name)
+        with GgufFile.open(MODEL) as gguf:
+            tokenizer = Tokenizer.from_gguf(gguf.metadata)
+        self._expected = [tokenizer.decode(case["ids"]) for case in self._cases]
+        self._leave = threading.Event()
+        self.answered = 0
+
+    def _ask(self, number: int) -> None:
+        while not self._leave.is_set():
+            at = number % len(self._cases)
+            assert self._ring.complete(self._cases[at]) == self._expected[at], self._ring.outputs()
+            self.answered += 1
+            number += CLIENTS
+
+    def __enter__(self) -> Clients:
+        self._pool = ThreadPoolExecutor(CLIENTS)
+        self._asking = [self._pool.submit(self._ask, number) for number in range(CLIENTS)]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._leave.set()
+        self._pool.shutdown()
+        for asking in self._asking:
+            asking.result()
+
+    def go_on(self) -> None:
+        """Until each client has had an answer that began after now."""
+        wanted = self.answered + 2 * CLIENTS
+        wait(lambda: self.answered >= wanted or self._failed(), "answers come", self._ring.outputs)
+
+    def _failed(self) -> bool:
+        return any(asking.done() for asking in self._asking)
+
+
 def test_a_ring_across_three_homes_answers_exactly_on_every_path(network: Lab, ring: Ring) -> None:
-    cases = expected_greedy(MODEL.name)[:4]
-    with GgufFile.open(MODEL) as gguf:
-        tokenizer = Tokenizer.from_gguf(gguf.metadata)
-    expected = [tokenizer.decode(case["ids"]) for case in cases]
-
-    assert ring.complete(cases[0]) == expected[0], ring.outputs()
-
     def settled(a_to_d: str) -> bool:
         wanted = {frozenset("ab"): "relayed", frozenset("bd"): "relayed", frozenset("ad"): a_to_d}
         return ring.paths() == wanted
 
-    wait(lambda: settled("direct"), "a and d are directly connected, and nobody to b", ring.paths)
     epoch = ring.status()["epoch"]
-    with ThreadPoolExecutor(len(cases)) as clients:
-        before = ring.status()["requests"]["tokens"]
-        answers = [clients.submit(ring.complete, case) for case in cases]
-        wait(
-            lambda: ring.status()["requests"]["tokens"] >= before + 20, "answers are under way", ring.outputs
-        )
+    with Clients(ring) as clients:
+        wait(lambda: settled("direct"), "a and d are directly connected, and nobody to b", ring.paths)
+        wait(lambda: ring.rows_given() > 0, "the volunteer computes experts", ring.outputs)
+        clients.go_on()
         network.cut(HOME_A, HOME_C)
-        assert [answer.result() for answer in answers] == expected, ring.outputs()
-    wait(lambda: settled("relayed"), "everybody is back on the relay", ring.paths)
-    network.mend(HOME_A, HOME_C)
+        wait(lambda: settled("relayed"), "everybody is back on the relay", ring.paths)
+        clients.go_on()
+        network.mend(HOME_A, HOME_C)
     status = ring.status()
     assert status["epoch"] == epoch, f"the ring was made anew:\n{ring.outputs()}"
     assert status["requests"]["failed"] == status["requests"]["digest_mismatches"] == 0
