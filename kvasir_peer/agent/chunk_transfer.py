@@ -66,10 +66,8 @@ async def serve_chunks(
             message, _ = chunks.CODEC.decode(await link.receive())
         except LinkError:
             return
-        if not isinstance(message, chunks.Want) or len(message.hashes) > chunks.MAX_WANTS:
-            raise WireError(
-                "unexpected", "only wants of at most 64 chunks belong here", peer=link.remote_peer
-            )
+        if not isinstance(message, chunks.Want):
+            raise WireError("unexpected", "only wants belong here", peer=link.remote_peer)
         for digest in message.hashes:
             data = await trio.to_thread.run_sync(_find, digest, sources())
             if data is None:

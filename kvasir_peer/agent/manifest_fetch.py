@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from kvasir_peer.errors import LinkError, RefusedError
+from kvasir_peer.errors import LinkError, RefusedError, ResourceError
 from kvasir_peer.models.manifest import MAX_PAGE_BYTES, MAX_ROOT_BYTES, Manifest, decode_root
 from kvasir_peer.models.slices import Slice, pages_of
 
@@ -29,6 +29,7 @@ async def fetch_manifest(client: httpx.AsyncClient, model: str, part: Slice, fil
     Raises:
         LinkError: the bridge could not be reached.
         RefusedError: the bridge does not have the model.
+        ResourceError: the manifest can't be written.
         WireError: what came is not the manifest of that id.
     """
     manifest = await trio.to_thread.run_sync(_kept, file, model)
@@ -48,15 +49,20 @@ def _kept(file: Path, model: str) -> Manifest | None:
 
     try:
         return Manifest.decode(file.read_bytes(), model)
-    except (FileNotFoundError, WireError):
+    except (OSError, WireError):
         return None  # not there, or damaged: it is fetched again
 
 
 def _keep(file: Path, data: bytes) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(".part")
-    unfinished.write_bytes(data)
-    unfinished.replace(file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_bytes(data)
+        unfinished.replace(file)
+    except OSError as error:
+        raise ResourceError(
+            f"cannot write {file}: {error.strerror or error}; make room, or mend it"
+        ) from None
 
 
 async def _get(client: httpx.AsyncClient, path: str, limit: int) -> bytes:

@@ -87,7 +87,7 @@ def swarm_routes(service: SwarmService) -> list[Route]:
             return error(413, f"a report has at most {MAX_BODY_BYTES} bytes")
         try:
             report = reports.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
             return error(400, f"the report does not parse: {problem}")
         if not 0 <= report.wait <= MAX_WAIT:
             return error(400, f"wait is {report.wait}, it may be 0 to {MAX_WAIT:.0f} seconds")

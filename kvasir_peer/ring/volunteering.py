@@ -2,18 +2,31 @@
 
 One request is kept open (``wait``): it is the heartbeat, and the answer comes at once when there is news for the
 peer. A peer whose stream to the bridge closes is gone.
+
+Numbers and names have bounds here, far beyond what any machine says, so that whatever was taken can be added up, drawn
+and shown; what the market then believes of it is decided in :mod:`kvasir_peer.ring.admission`.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 StageState = Literal["idle", "fetching", "loading", "loaded", "serving", "broken"]
 
 MAX_WAIT = 50.0  # seconds that a poll is held at most: under the minute after which proxies give up
 MAX_BODY_BYTES = 64 << 10
+
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # bytes, rows, batches
+Amount = Annotated[float, Meta(ge=0, le=1e15)]  # milliseconds, or a rate
+Name = Annotated[str, Meta(max_length=128)]  # of an engine, a peer, a plan
+Epoch = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+Layer = Annotated[int, Meta(ge=0, le=1 << 16)]
+Address = Annotated[str, Meta(max_length=1024)]
+Addresses = Annotated[tuple[Address, ...], Meta(max_length=256)]
+Slices = Annotated[tuple[tuple[Layer, Layer], ...], Meta(max_length=1024)]
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -30,43 +43,43 @@ class Offer(msgspec.Struct, frozen=True):
         loaded: slice (first, end) that the engine holds.
     """
 
-    memory: int
-    disk: int
-    engine: str
-    device: str = "cpu"
-    precision: str = "fast"
-    threads: int = 0
-    addresses: tuple[str, ...] = ()
-    read_bytes_per_second: float = 0.0
-    on_disk: tuple[tuple[int, int], ...] = ()
-    loaded: tuple[int, int] | None = None
+    memory: Count
+    disk: Count
+    engine: Name
+    device: Name = "cpu"
+    precision: Name = "fast"
+    threads: Count = 0
+    addresses: Addresses = ()
+    read_bytes_per_second: Amount = 0.0
+    on_disk: Slices = ()
+    loaded: tuple[Layer, Layer] | None = None
 
 
 class Transfer(msgspec.Struct, frozen=True):
     """Progress of a download or a load, in bytes."""
 
-    done: int
-    total: int
-    per_second: float = 0.0
+    done: Count
+    total: Count
+    per_second: Amount = 0.0
 
 
 class StageFigures(msgspec.Struct, frozen=True):
     """Counters of a serving stage and of its process; see :class:`~kvasir_peer.ring.stage.StageStatistics`."""
 
-    batches: int = 0
-    rows: int = 0
-    held_ms: float = 0.0
-    starved_ms: float = 0.0
-    blocked_ms: float = 0.0
-    queue: int = 0
-    bytes_in: int = 0
-    bytes_out: int = 0
-    lag_p99_ms: float = 0.0
-    agent_bytes: int = 0
-    engine_bytes: int = 0
-    engine_restarts: int = 0
-    path: str = ""
-    round_trip_ms: float = 0.0
+    batches: Count = 0
+    rows: Count = 0
+    held_ms: Amount = 0.0
+    starved_ms: Amount = 0.0
+    blocked_ms: Amount = 0.0
+    queue: Count = 0
+    bytes_in: Count = 0
+    bytes_out: Count = 0
+    lag_p99_ms: Amount = 0.0
+    agent_bytes: Count = 0
+    engine_bytes: Count = 0
+    engine_restarts: Count = 0
+    path: Name = ""
+    round_trip_ms: Amount = 0.0
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -88,16 +101,16 @@ class Report(msgspec.Struct, frozen=True):
     """
 
     offer: Offer
-    secret: str = ""
+    secret: Name = ""
     state: StageState = "idle"
-    plan: str = ""
-    epoch: int = 0
+    plan: Name = ""
+    epoch: Epoch = 0
     running: bool = False
     reason: str = ""
-    lost: str = ""
+    lost: Name = ""
     kept: bool = False
     leaving: bool = False
-    standby: tuple[int, int] | None = None
+    standby: tuple[Layer, Layer] | None = None
     preload: bool = False
     transfer: Transfer | None = None
     figures: StageFigures | None = None

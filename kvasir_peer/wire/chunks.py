@@ -5,7 +5,10 @@ The asker may have several wants outstanding; answers come in any order, each wi
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from kvasir_peer.wire.codec import PREFIX_BYTES, Codec
 
@@ -17,23 +20,26 @@ _MAX_HEADER = 4096
 MAX_CHUNK_FRAME = PREFIX_BYTES + _MAX_HEADER + MAX_CHUNK_BYTES
 MAX_WANT_FRAME = PREFIX_BYTES + _MAX_HEADER
 
+# A store makes a file's name of a hash, so nothing else may pass for one.
+Hash = Annotated[bytes, Meta(min_length=32, max_length=32)]
+
 
 class Want(msgspec.Struct, frozen=True, array_like=True):
     """Send me these chunks (SHA-256, 32 bytes each)."""
 
-    hashes: tuple[bytes, ...]
+    hashes: Annotated[tuple[Hash, ...], Meta(max_length=MAX_WANTS)]
 
 
 class Have(msgspec.Struct, frozen=True, array_like=True):
     """A chunk; the payload is its bytes, to be checked against the hash."""
 
-    hash: bytes
+    hash: Hash
 
 
 class Lack(msgspec.Struct, frozen=True, array_like=True):
     """This peer does not have, or will not give, the chunk."""
 
-    hash: bytes
+    hash: Hash
     reason: str
 
 

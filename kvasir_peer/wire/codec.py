@@ -11,7 +11,7 @@ Layout of one frame (a link puts its length in front)::
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -30,10 +30,18 @@ class Codec:
     Args:
         kinds: kind byte to message struct.
         max_header: most bytes of a header; a larger one is refused before it is decoded.
+        check: looks at each decoded message; raises WireError for values that cannot be.
     """
 
-    def __init__(self, kinds: Mapping[int, type[msgspec.Struct]], *, max_header: int) -> None:
+    def __init__(
+        self,
+        kinds: Mapping[int, type[msgspec.Struct]],
+        *,
+        max_header: int,
+        check: Callable[[Any], None] | None = None,
+    ) -> None:
         self.max_header = max_header
+        self._check = check
         self._decoders = {kind: msgspec.msgpack.Decoder(cls) for kind, cls in kinds.items()}
         self._kinds = {cls: kind for kind, cls in kinds.items()}
         self._encoder = msgspec.msgpack.Encoder()
@@ -53,7 +61,7 @@ class Codec:
         """The message and its payload (a view into ``frame``).
 
         Raises:
-            WireError: codes ``malformed``, ``oversize`` or ``unexpected``.
+            WireError: codes ``malformed``, ``oversize`` or ``unexpected``, or those of the protocol's check.
         """
         view = memoryview(frame)
         if len(view) < PREFIX_BYTES:
@@ -70,4 +78,6 @@ class Codec:
             message = decoder.decode(view[PREFIX_BYTES : PREFIX_BYTES + size])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise WireError("malformed", f"message kind {kind}: {error}") from None
+        if self._check is not None:
+            self._check(message)
         return message, view[PREFIX_BYTES + size :]

@@ -13,10 +13,13 @@ A side that refuses says why with :class:`Refusal` and closes the link.
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from functools import partial
+from typing import Any, Literal
 
 import msgspec
 
+from kvasir_peer.errors import WireError
 from kvasir_peer.wire.codec import PREFIX_BYTES, Codec
 from kvasir_peer.wire.membership import Limits
 from kvasir_peer.wire.sampling import Sampling
@@ -33,6 +36,8 @@ MAX_STAGES = 64
 MAX_SUBMIT_STOP_TOKENS = 64
 RESULT_ROW_BYTES = 64  # request, incarnation, position, token, log-probability, with msgpack's tags
 TOP_LOGPROB_BYTES = 16  # one id and one float with msgpack's tags
+MAX_TIME = 1e12  # milliseconds or seconds, whichever a field has: a larger one was not measured
+_U32, _U64 = (1 << 32) - 1, (1 << 64) - 1
 
 
 class StageTrace(msgspec.Struct, frozen=True, array_like=True):
@@ -198,7 +203,83 @@ def codec(limits: Limits) -> Codec:
             12: Resumed,
         },
         max_header=max_header(limits),
+        check=partial(_check, limits),
     )
+
+
+def _check(limits: Limits, message: Any) -> None:
+    """Refuse a message whose values no ring of this plan can have.
+
+    What passes may be put into arrays of the types that they are meant for, shown, and sent on.
+
+    Raises:
+        WireError: codes ``value``, ``token``, ``slot`` or ``outputs``.
+    """
+    match message:
+        case Batch():
+            _number("sequence", message.sequence, 0, _U64)
+            _traces(message.trace)
+        case Result():
+            _number("sequence", message.sequence, 0, _U64)
+            if len(message.outputs) > limits.rows:
+                raise WireError("outputs", f"{len(message.outputs)} tokens, a batch has {limits.rows} rows")
+            for output in message.outputs:
+                _output(limits, output)
+            _traces(message.trace)
+        case Composed():
+            _number("sequence", message.sequence, 0, _U64)
+            if len(message.runs) > limits.rows:
+                raise WireError("value", f"{len(message.runs)} runs, a batch has {limits.rows} rows")
+            for request, rows, _ in message.runs:
+                _number("request", request, 0, _U64)
+                _number("rows", rows, 1, limits.rows)
+        case Submit():
+            _number("request", message.request, 0, _U64)
+            _tokens(limits, message.tokens)
+            _number("max_tokens", message.max_tokens, 0, _U32)
+            _number("priority", message.priority, -_U32, _U32)
+            _number("seconds_left", message.seconds_left, 0, MAX_TIME)
+            _slot(limits, message.slot)
+            _number("computed", message.computed, 0, len(message.tokens))
+            _number("stop tokens", len(message.stop_tokens), 0, MAX_SUBMIT_STOP_TOKENS)
+        case Ended():
+            _number("retry_after", message.retry_after, 0, MAX_TIME)
+
+
+def _number(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # also false for NaN
+        raise WireError("value", f"{name} is {value}, outside {low} to {high}")
+
+
+def _slot(limits: Limits, slot: int) -> None:
+    if not 0 <= slot < limits.slots:
+        raise WireError("slot", f"slot {slot} is not in the plan")
+
+
+def _tokens(limits: Limits, tokens: tuple[int, ...]) -> None:
+    if tokens and not (min(tokens) >= 0 and max(tokens) < limits.vocab):
+        raise WireError("token", "a token is outside the vocabulary")
+
+
+def _output(limits: Limits, output: Output) -> None:
+    _number("request", output.request, 0, _U64)
+    _number("incarnation", output.incarnation, 0, _U32)
+    _number("position", output.position, 0, limits.context_length - 1)
+    _slot(limits, output.slot)
+    if len(output.top) > limits.top_logprobs:
+        raise WireError("outputs", f"{len(output.top)} best tokens, the plan allows {limits.top_logprobs}")
+    _tokens(limits, (output.token, *(token for token, _ in output.top)))
+
+
+def _traces(traces: tuple[StageTrace, ...]) -> None:
+    _number("stages in a trace", len(traces), 0, MAX_STAGES)
+    for trace in traces:
+        _number("stage", trace.stage, 0, MAX_STAGES - 1)
+        for value in (trace.held_ms, trace.starved_ms, trace.blocked_ms, trace.arrived, trace.waited_ms):
+            if not math.fabs(value) <= MAX_TIME:
+                raise WireError("value", f"a time of {value} in a trace")
+        for count in (trace.queue, trace.rows, trace.boundary_bytes):
+            _number("a count in a trace", count, 0, _U64)
 
 
 def max_header(limits: Limits) -> int:

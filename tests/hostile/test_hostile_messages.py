@@ -1,0 +1,129 @@
+"""Messages whose bytes parse and whose values cannot be: refused by name, before anybody computes with them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvasir_peer.errors import WireError
+from kvasir_peer.ring.volunteering import Report
+from kvasir_peer.wire import chunks, ring
+from kvasir_peer.wire.membership import Limits
+from kvasir_peer.wire.sampling import GREEDY
+
+LIMITS = Limits(rows=4, slots=4, context_length=64, vocab=512, top_logprobs=2, stages=3)
+TRACE = ring.StageTrace(0, 1.0, 2.0, 0.0, 0, 5.0, 0.5, 1, 64)
+OUTPUT = ring.Output(7, 1, 3, 5, -0.1, ((5, -0.1), (6, -2.0)), 1)
+RESULT = ring.Result("plan", 1, 0, bytes(32), (OUTPUT,), (TRACE, TRACE, TRACE))
+BATCH = ring.Batch("plan", 1, 0, b"", bytes(32), bytes(64), (TRACE,))
+SUBMIT = ring.Submit(7, (1, 2, 3), 8, GREEDY, (0,))
+COMPOSED = ring.Composed("plan", 1, 0, bytes(32), ((7, 3, False), (8, 1, True)))
+ENDED = ring.Ended(7, "busy", "the queue is full", 2.0)
+
+change = msgspec.structs.replace
+
+
+def through(message: msgspec.Struct, limits: Limits = LIMITS) -> Any:
+    """What the other side of a link makes of a message."""
+    codec = ring.codec(limits)
+    return codec.decode(b"".join(bytes(piece) for piece in codec.encode(message)))[0]
+
+
+@pytest.mark.parametrize("message", [RESULT, BATCH, SUBMIT, COMPOSED, ENDED], ids=lambda m: type(m).__name__)
+def test_what_rings_say_passes(message: msgspec.Struct) -> None:
+    assert through(message) == message
+
+
+def _outputs(**fields: Any) -> ring.Result:
+    return change(RESULT, outputs=(change(OUTPUT, **fields),))
+
+
+def _traced(**fields: Any) -> ring.Result:
+    return change(RESULT, trace=(change(TRACE, **fields),))
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        (_outputs(token=512), "token"),
+        (_outputs(token=-1), "token"),
+        (_outputs(token=1 << 40), "token"),  # would not fit into a membership's row
+        (_outputs(top=((1 << 40, 0.0),)), "token"),
+        (_outputs(top=((1, 0.0),) * 3), "outputs"),
+        (_outputs(slot=4), "slot"),
+        (_outputs(slot=-1), "slot"),
+        (_outputs(request=-1), "value"),
+        (_outputs(position=64), "value"),
+        (_outputs(position=-5), "value"),
+        (change(RESULT, outputs=(OUTPUT,) * 5), "outputs"),
+        (change(RESULT, sequence=-1), "value"),
+        (_traced(held_ms=math.nan), "value"),
+        (_traced(waited_ms=math.inf), "value"),
+        (_traced(arrived=-1e300), "value"),
+        (_traced(queue=-1), "value"),
+        (_traced(stage=64), "value"),
+        (change(BATCH, trace=(change(TRACE, blocked_ms=math.nan),)), "value"),
+        (change(COMPOSED, runs=((7, 0, False),)), "value"),
+        (change(COMPOSED, runs=((7, 1 << 62, False),)), "value"),
+        (change(COMPOSED, runs=((7, 1, True),) * 5), "value"),
+        (change(SUBMIT, tokens=(1, -2)), "token"),
+        (change(SUBMIT, tokens=(1, 512)), "token"),
+        (change(SUBMIT, slot=4), "slot"),
+        (change(SUBMIT, computed=4), "value"),
+        (change(SUBMIT, max_tokens=-1), "value"),
+        (change(SUBMIT, seconds_left=math.nan), "value"),
+        (change(SUBMIT, stop_tokens=(1,) * 65), "value"),
+        (change(ENDED, retry_after=math.nan), "value"),
+        (change(ENDED, retry_after=-1.0), "value"),
+    ],
+)
+def test_values_that_no_ring_has_are_refused(message: msgspec.Struct, code: str) -> None:
+    with pytest.raises(WireError) as caught:
+        through(message)
+    assert caught.value.code == code
+
+
+def test_the_bounds_are_those_of_the_plan() -> None:
+    assert through(_outputs(token=600), replace(LIMITS, vocab=1024))
+
+
+@pytest.mark.parametrize("size", [0, 31, 33, 4000])
+def test_only_a_hash_passes_for_a_hash(size: int) -> None:
+    """A store makes a file's name of it."""
+    for message in (chunks.Want((bytes(size),)), chunks.Have(bytes(size)), chunks.Lack(bytes(size), "no")):
+        frame = msgspec.msgpack.encode(message)
+        kind = {chunks.Want: 1, chunks.Have: 2, chunks.Lack: 3}[type(message)]
+        with pytest.raises(WireError):
+            chunks.CODEC.decode(bytes([kind]) + len(frame).to_bytes(4, "little") + frame)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"offer": {"memory": -1}},
+        {"offer": {"memory": 10**400}},
+        {"offer": {"read_bytes_per_second": -1.0}},
+        {"offer": {"engine": "x" * 200}},
+        {"offer": {"addresses": ["/ip4/127.0.0.1/tcp/1"] * 10_000}},
+        {"offer": {"on_disk": [[0, -1]]}},
+        {"epoch": -1},
+        {"epoch": 1 << 40},
+        {"plan": "p" * 200},
+        {"lost": "p" * 200},
+        {"standby": [0, 1 << 40]},
+        {"transfer": {"done": -(10**30), "total": 1}},
+        {"figures": {"batches": 10**400}},
+        {"figures": {"held_ms": -1.0}},
+        {"figures": {"path": "x" * 200}},
+        {"state": "kaput"},
+    ],
+)
+def test_reports_that_nobody_could_add_up_are_refused(fields: dict[str, Any]) -> None:
+    offer = {"memory": 1, "disk": 1, "engine": "onnx", **fields.get("offer", {})}
+    body = msgspec.json.encode({**fields, "offer": offer}, order=None)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(body, type=Report)
