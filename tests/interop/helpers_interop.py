@@ -50,17 +50,19 @@ def js_workspace() -> Path:
     WORKSPACE.mkdir(parents=True, exist_ok=True)
     with (WORKSPACE / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for source in SOURCES.iterdir():
-            shutil.copyfile(source, WORKSPACE / source.name)
-        wanted = hashlib.sha256((SOURCES / "package-lock.json").read_bytes()).hexdigest()
-        stamp = WORKSPACE / "installed"
+        # Made anew only when something has changed: another worker's programs may be reading it.
+        sources = sorted(SOURCES.iterdir())
+        wanted = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+        stamp = WORKSPACE / "made"
         if not stamp.is_file() or stamp.read_text() != wanted:
+            for source in sources:
+                shutil.copyfile(source, WORKSPACE / source.name)
             # No package's own script runs; none of these needs one.
             flags = ("--ignore-scripts", "--prefer-offline", "--no-audit", "--no-fund")
             _tool(["npm", "ci", *flags], "the npm packages could not be installed")
+            bundle = ("page.js", "--bundle", "--format=esm", "--minify", "--outfile=page.bundle.js")
+            _tool(["node_modules/.bin/esbuild", *bundle], "the page could not be bundled")
             stamp.write_text(wanted)
-        bundle = ("page.js", "--bundle", "--format=esm", "--minify", "--outfile=page.bundle.js")
-        _tool(["node_modules/.bin/esbuild", *bundle], "the page could not be bundled")
     return WORKSPACE
 
 
