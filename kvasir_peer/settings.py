@@ -381,6 +381,11 @@ class ComputingSettings(PeerSettings):
     memory: int = option(
         size(16_000_000), 0, "Most memory for weights and KV cache; auto looks at what is free."
     )
+    leave_time: float = option(
+        duration(0, 86_400),
+        60.0,
+        "Longest time to hand the place over after Ctrl-C; a second one ends it at once.",
+    )
 
     def invitation(self, *, now: float, role: str = "stage") -> Ticket:
         """The ticket to join with: the one given, one made of the settings, or the saved one.

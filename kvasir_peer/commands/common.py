@@ -33,12 +33,17 @@ if hasattr(signal, "SIGHUP"):
 INTERRUPTED = 130  # exit status after Ctrl-C where that is no normal end, as shells have it
 
 
+def _time_text(seconds: float) -> str:
+    size, unit = next(((s, u) for s, u in ((86400, "d"), (3600, "h"), (60, "m")) if seconds >= s), (1, "s"))
+    return f"{seconds / size:g}{unit}"
+
+
 def _flag_help(setting: Any) -> str:
     kind, default = setting.metadata["kind"], setting.default
     shown = ", ".join(default) if isinstance(default, tuple) else str(default).lower()
     if kind.annotation is str and isinstance(default, int | float):  # a size or a time
         if setting.metadata["kind"].expects.startswith("a time"):
-            shown = f"{default / 86400:g}d"
+            shown = _time_text(default)
         else:
             shown = f"{default / 1e9:g}G" if default else "auto"
     text = str(setting.metadata["help"])
@@ -140,22 +145,31 @@ class Reporter:
             self._also(progress)
 
 
-def run_until_stopped(function: Callable[[], Awaitable[None]]) -> bool:
+def run_until_stopped(
+    function: Callable[[], Awaitable[None]], *, leave: Callable[[], None] | None = None, seconds: float = 0.0
+) -> bool:
     """Run an async function until it returns, or until a signal to stop cancels it.
 
     Args:
         function: what to run; cancelled on the first signal; the second one ends the process at once.
+        leave: called on the first signal instead, inside the event loop: the function should come to its end by
+            itself within ``seconds``, and is cancelled then. The second signal cancels it, the third ends the process.
 
     Returns:
         Whether a signal stopped it.
     """
     import trio
 
-    stopped = False
+    stopped = leaving = False
 
     async def watch(signals: AsyncIterator[int], scope: CancelScope) -> None:
-        nonlocal stopped
+        nonlocal stopped, leaving
         async for number in signals:
+            if leave is not None and not leaving and seconds > 0:
+                leaving = True
+                scope.deadline = trio.current_time() + seconds
+                leave()
+                continue
             if stopped:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
@@ -173,4 +187,4 @@ def run_until_stopped(function: Callable[[], Awaitable[None]]) -> bool:
                 watcher.cancel_scope.cancel()
 
     trio.run(main)
-    return stopped
+    return stopped or leaving

@@ -25,16 +25,18 @@ RUNNABLE = ("stage",)
 
 
 def _run(settings: StageSettings, *, json_progress: bool) -> None:
+    from kvasir_peer.roles.stage import Leaving
     from kvasir_peer.roles.stage import run_stage as serve_stage
 
     start_logging(settings.log)
     with running.run_from(settings.home, "stage") as notice:
         report = Reporter(json_lines=json_progress, also=notice.report)
+        leaving = Leaving()
 
         async def serve() -> None:
-            await serve_stage(settings, report=report)
+            await serve_stage(settings, report=report, leaving=leaving)
 
-        run_until_stopped(serve)
+        run_until_stopped(serve, leave=leaving.begin, seconds=settings.leave_time)
 
 
 @with_settings(StageSettings)

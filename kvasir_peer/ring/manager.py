@@ -18,11 +18,12 @@ import msgspec
 import trio
 
 from kvasir_peer.agent.loop_lag import LoopLag
-from kvasir_peer.errors import LinkError, RefusedError, WireError
+from kvasir_peer.errors import LinkError, RefusedError, UsageError, WireError
 from kvasir_peer.progress import Progress
 from kvasir_peer.ring import stage_market as market
+from kvasir_peer.ring.admission import leading_to, reported
 from kvasir_peer.ring.heartbeat import beat
-from kvasir_peer.ring.offers import ModelNeeds, StageOffer, Wishes
+from kvasir_peer.ring.offers import ModelNeeds, Wishes
 from kvasir_peer.ring.plan import Plan, PlanStage, sign_plan
 from kvasir_peer.ring.requests import RingRequests
 from kvasir_peer.ring.telemetry import (
@@ -153,7 +154,7 @@ class RingManager:
             wishes=Wishes(settings.widths(), stages=settings.stages, dtype=settings.dtype),
             bridge=node.peer_id,
             plan_id=secrets.token_hex(8),
-            bridge_addresses=tuple(node.addresses()),
+            bridge_addresses=leading_to(node.peer_id, node.addresses()),
         )
         self._reports: dict[str, Report] = {}
         self._polls: dict[str, trio.Event] = {}
@@ -225,10 +226,10 @@ class RingManager:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             while True:
-                addresses = tuple(self._node.addresses())
+                addresses = leading_to(self._node.peer_id, self._node.addresses())
                 if addresses != self._market.bridge_addresses:
                     self._apply(market.AddressesChanged(addresses))
-                self._apply(market.Tick())
+                self._apply(market.Tick(self.requests.statistics().active))
                 await trio.sleep(TICK_SECONDS)
 
     # -- what peers say -------------------------------------------------------------------------------------
@@ -246,7 +247,7 @@ class RingManager:
         self._admit(peer, report)
         self._reports[peer] = report
         self._note_figures(peer, report)
-        self._apply(_reported(peer, report))
+        self._apply(reported(peer, report))
         orders = self._news(peer, report)
         if orders is None and report.wait > 0:
             self._wake(peer)  # an older poll of the same peer has nothing to wait for any more
@@ -387,7 +388,7 @@ class RingManager:
                         return link
                     reason = getattr(answer, "reason", "no welcome")
                     link.close()
-                except (LinkError, WireError) as error:
+                except (LinkError, WireError, UsageError) as error:
                     reason = str(error)
                 await trio.sleep(RETRY_SECONDS)
         raise LinkError(reason, peer=head)
@@ -586,34 +587,6 @@ class RingManager:
             "state": report.state,
             "why": order.why,
         }
-
-
-def _reported(peer: str, report: Report) -> market.Reported:
-    """A poll as the market takes it."""
-    offer = report.offer
-    return market.Reported(
-        peer,
-        StageOffer(
-            peer,
-            offer.memory,
-            offer.disk,
-            engine=offer.engine,
-            read_rate=offer.read_bytes_per_second,
-            addresses=offer.addresses,
-            on_disk=frozenset(offer.on_disk),
-            loaded=offer.loaded,
-        ),
-        report.state,
-        report.plan,
-        report.epoch,
-        report.running,
-        report.reason,
-        report.lost,
-        report.kept,
-        report.leaving,
-        report.transfer.done if report.transfer else 0,
-        report.wait,
-    )
 
 
 def describe(plan: Plan) -> str:

@@ -17,7 +17,7 @@ import trio
 
 from kvasir_peer.agent.engine import Engine, PendingPass
 from kvasir_peer.engines.orders import PassDone
-from kvasir_peer.errors import CacheError, EngineError, KvasirError, LinkError, WireError
+from kvasir_peer.errors import CacheError, EngineError, KvasirError, LinkError, UsageError, WireError
 from kvasir_peer.net.link import Priority
 from kvasir_peer.ring.heartbeat import beat
 from kvasir_peer.wire import ring
@@ -180,10 +180,7 @@ class StageEpoch:
         """
         try:
             async with trio.open_nursery() as nursery:
-                await self._open_links()
-                for task in self._tasks():
-                    nursery.start_soon(self._guard, task)
-                task_status.started()
+                nursery.start_soon(self._begin, nursery, task_status)
                 await self._broken.wait()
                 nursery.cancel_scope.cancel()
         finally:
@@ -194,6 +191,16 @@ class StageEpoch:
                     await link.aclose()
         if self._reason is not None:
             raise self._reason
+
+    async def _begin(self, nursery: trio.Nursery, task_status: trio.TaskStatus[None]) -> None:
+        try:
+            await self._open_links()
+        except RingBroken as error:
+            self.break_off(str(error), error.peer)
+            return
+        for task in self._tasks():
+            nursery.start_soon(self._guard, task)
+        task_status.started()
 
     def _tasks(self) -> Sequence[Callable[[], Awaitable[None]]]:
         tasks: list[Callable[[], Awaitable[None]]] = [self._depart]
@@ -267,7 +274,7 @@ class StageEpoch:
             while True:
                 try:
                     return await self._open_once(peer, purpose, max_frame)
-                except LinkError as error:
+                except (LinkError, WireError, UsageError) as error:
                     reason = str(error)
                 await trio.sleep(RETRY_SECONDS)
         raise RingBroken(f"no {purpose} link to {peer}: {reason}", peer=peer, plan=self.plan.id)

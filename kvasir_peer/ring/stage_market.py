@@ -145,7 +145,13 @@ class AddressesChanged:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed."""
+    """Time has passed.
+
+    Attributes:
+        active: requests under way; a stage that nobody can replace leaves when there are none.
+    """
+
+    active: int = 0
 
 
 Event = Reported | Disconnected | Connected | RingServes | RingBroke | LinksMeasured | AddressesChanged | Tick
@@ -225,6 +231,7 @@ class Member:
     standby: Slice | None = None
     preload: bool = False
     leaving_since: float | None = None
+    released: bool = False  # it may go, whatever becomes of its place
 
     @property
     def offer(self) -> StageOffer:
@@ -287,6 +294,7 @@ class MarketState:
     refused: int = 0
     looked_at: float = 0.0
     stale: bool = True  # something changed since a plan was last looked for in vain
+    active: int = 0
     standing: object = None  # whom standbys were last sought for
 
     def summary(self) -> Mapping[str, object]:
@@ -329,6 +337,8 @@ def order_for(state: MarketState, peer: str) -> Order:
         return Order("wait", "the bridge does not know this peer yet")
     why = next((p.why for p in state.places if p.peer == peer), "")
     plan = state.plan
+    if member.released:
+        return Order("retire", "nobody could take its place")
     if plan is not None and plan.index_of(peer) is not None:
         return Order(
             "stage",
@@ -337,9 +347,7 @@ def order_for(state: MarketState, peer: str) -> Order:
             go=state.phase in ("starting", "serving") and member.at(plan, "loaded", "serving"),
         )
     if member.report.leaving:
-        return Order(
-            "retire", "its place is with another peer now" if state.has_served else "it had no place"
-        )
+        return Order("retire", "its place is with another peer now")
     if member.standby is not None:
         return Order("standby", why, slice=member.standby, preload=member.preload)
     return Order("wait", why or state.missing)
@@ -389,8 +397,8 @@ class _Market:
                 state.links = links
             case AddressesChanged(addresses):
                 state.bridge_addresses = addresses
-            case Tick():
-                pass
+            case Tick(active):
+                state.active = active
 
     def _reported(self, event: Reported) -> None:
         state = self.state
@@ -471,9 +479,9 @@ class _Market:
             self._gather()
             self._give_up()
             return
-        lost = [s.peer for s in plan.stages if s.peer not in state.members]
+        lost = self._lost(plan)
         if lost:
-            self._trouble(f"{lost[0]} is gone")
+            self._trouble(f"{lost[0]} {'leaves' if lost[0] in state.members else 'is gone'}")
         for stage in plan.stages:
             member = state.members.get(stage.peer)
             if member is not None and self._stuck(member, plan):
@@ -488,6 +496,8 @@ class _Market:
             self._start(plan)
         elif state.phase == "serving":
             self._hand_over(plan)
+        if state.uncovered_since is not None:
+            self._release()
         self._assign_standbys()
         self._give_up()
 
@@ -572,7 +582,7 @@ class _Market:
             return
         if not self._worth_looking():
             return
-        gone = {s.peer for s in plan.stages if s.peer not in state.members}
+        gone = set(self._lost(plan))
         barred = {m.peer for m in state.members.values() if m.barred(self.now)}
         planned = self._replanned(plan, gone | barred)
         if planned.plan is None and barred:
@@ -587,7 +597,8 @@ class _Market:
         members = [
             o
             for o in members
-            if not state.members[o.peer].report.leaving or plan.index_of(o.peer) is not None
+            if not state.members[o.peer].report.leaving
+            or (plan.index_of(o.peer) is not None and not state.members[o.peer].released)
         ]
         return replan(
             replace_epoch(plan, state.epoch, state.bridge_addresses),
@@ -671,7 +682,7 @@ class _Market:
         ]
         keeping = {m.peer: m.standby for m in spare if m.standby is not None and m.standby in valid}
         keeping = self._spread(keeping, valid)
-        if all(m.peer in keeping for m in spare) or not all(s.peer in state.members for s in plan.stages):
+        if all(m.peer in keeping for m in spare) or self._lost(plan):
             return
         standing = (plan.epoch, tuple((m.peer, m.offer.memory, m.standby) for m in spare))
         if standing == state.standing:
@@ -713,6 +724,10 @@ class _Market:
                     replace(p, why=f"it cannot leave yet: {planned.missing}") if p.peer == stage.peer else p
                     for p in state.places
                 )
+                if not state.active:
+                    self._set(stage.peer, released=True)
+                    self._trouble(f"{stage.peer} leaves: {planned.missing}")
+                    return
                 continue
             successor = next((s.peer for s in planned.plan.stages if (s.first, s.end) == part), None)
             waited = self.now - member.leaving_since
@@ -727,6 +742,17 @@ class _Market:
             state.attempts = 0
             self._adopt(planned, why)
             return
+
+    def _release(self) -> None:
+        """Nothing is computed, and nothing would be lost: let whoever leaves go."""
+        for member in list(self.state.members.values()):
+            if member.leaving_since is not None and not member.released:
+                self._set(member.peer, released=True)
+
+    def _lost(self, plan: Plan) -> list[str]:
+        """Stages whose peers are gone, or may go."""
+        members = self.state.members
+        return [s.peer for s in plan.stages if s.peer not in members or members[s.peer].released]
 
     def _give_up(self) -> None:
         state = self.state

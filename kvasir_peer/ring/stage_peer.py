@@ -149,6 +149,9 @@ class StagePeer:
         self._epoch_changed = trio.Event()
         self._head_state: HeadState | None = None
         self._leaving = False
+        self._over = trio.Event()
+        self._moved = trio.Event()
+        self._nursery: trio.Nursery | None = None
         self._preparation: trio.CancelScope | None = None
         self._work: trio.CancelScope | None = None
         engine.crashed = self._engine_crashed
@@ -156,7 +159,7 @@ class StagePeer:
     # -- life -----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serve until cancelled.
+        """Serve until cancelled, or until the place is handed over after :meth:`leave`.
 
         Raises:
             RefusedError: the bridge does not let this peer in.
@@ -165,11 +168,20 @@ class StagePeer:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._lag.run)
-            await self._poll()
+            nursery.start_soon(self._poll)
+            await self._over.wait()
+            nursery.cancel_scope.cancel()
 
     def leave(self) -> None:
-        """Ask the bridge to give this place to somebody else; :meth:`run` ends when that has happened."""
+        """Ask the bridge to give this place to somebody else; :meth:`run` ends when that has happened.
+
+        It ends at once where there is no place to give, or no bridge to ask.
+        """
         self._leaving = True
+        if self._plan is None or self._nursery is None:
+            self._over.set()
+            return
+        self._tell(StageNews(self._state, "leaving: the bridge looks for somebody to take this place"))
         self._urgent()
 
     def statistics(self) -> StageFigures:
@@ -210,15 +222,20 @@ class StagePeer:
                     orders = await self._post(client, 0.0 if busy else POLL_SECONDS)
                     failures = 0
                 except LinkError as error:
+                    if self._leaving:
+                        self._over.set()
+                        return
                     logger.warning("%s", error)
                     self._tell(StageNews(self._state, f"the bridge does not answer; trying again ({error})"))
                     await trio.sleep(RETRY_DELAYS[min(failures, len(RETRY_DELAYS) - 1)])
                     failures += 1
                     continue
-                if await self._follow(orders):
-                    return
+                await self._follow(orders)
                 if busy:
-                    await trio.sleep_until(began + BUSY_POLL_SECONDS)
+                    # Ready meanwhile: the next poll is the one that is held until everybody is.
+                    with trio.move_on_at(began + BUSY_POLL_SECONDS):
+                        while self._state in ("fetching", "loading"):
+                            await self._moved.wait()
 
     async def _post(self, client: httpx.AsyncClient, wait: float) -> Orders:
         import httpx
@@ -268,6 +285,7 @@ class StagePeer:
 
     def _urgent(self) -> None:
         """Say at once what has changed, beside the poll that the bridge may be holding."""
+        assert self._nursery is not None, "only a running peer has something to say"
         self._nursery.start_soon(self._say)
 
     async def _say(self) -> None:
@@ -275,18 +293,23 @@ class StagePeer:
             orders = await self._post(self._client, 0.0)
         except LinkError as error:
             logger.info("an urgent report did not arrive, the next poll carries it: %s", error)
+            if self._leaving:
+                self._over.set()
             return
         await self._follow(orders)
 
     # -- following orders -----------------------------------------------------------------------------------
 
-    async def _follow(self, orders: Orders) -> bool:
-        """Do what the bridge says; True when it is over."""
+    async def _follow(self, orders: Orders) -> None:
+        """Do what the bridge says."""
         if orders.assigned == "retire":
             self._stop_serving()
             self._stop_preparing()
+            self._plan = self._standby = None
             self._set("idle", orders.why or "the bridge needs this peer no longer")
-            return self._leaving
+            if self._leaving:
+                self._over.set()
+            return
         if orders.plan:
             plan = decode_plan(base64.b64decode(orders.plan), self._config.bridge, self._verify)
             if orders.assigned == "stage":
@@ -298,7 +321,6 @@ class StagePeer:
             self._start_epoch(plan_now)
         if orders.assigned == "wait" and self._plan is None and self._state == "idle":
             self._tell(StageNews("idle", orders.why or "waiting for a place in the ring"))
-        return False
 
     def _take_place(self, plan: Plan, sources: tuple[volunteering.Source, ...]) -> None:
         known = self._plan
@@ -328,6 +350,7 @@ class StagePeer:
         self._preparing = wanted
         if self._loaded != wanted:
             self._kept = False
+        assert self._nursery is not None
         self._nursery.start_soon(self._get_ready, wanted, plan, sources)
 
     def _stop_serving(self) -> None:
@@ -342,6 +365,8 @@ class StagePeer:
 
     def _set(self, state: StageState, text: str, transfer: Transfer | None = None) -> None:
         self._state, self._transfer = state, transfer
+        self._moved.set()
+        self._moved = trio.Event()
         if transfer is None:
             self._tell(StageNews(state, text))
         else:
@@ -484,6 +509,7 @@ class StagePeer:
         self._epoch_changed.set()
         self._epoch_changed = trio.Event()
         self._set("serving", f"serving stage {index + 1} of {len(plan.stages)}, epoch {plan.epoch}")
+        assert self._nursery is not None
         self._nursery.start_soon(self._serve_epoch, epoch)
 
     def _head_of(self, plan: Plan) -> HeadState:

@@ -87,7 +87,7 @@ class Report(msgspec.Struct, frozen=True):
 
     Attributes:
         offer: may change from poll to poll.
-        secret: of the ticket, in hexadecimal; needed until the bridge has let the peer in.
+        secret: the ticket's credential, in hexadecimal; needed until the bridge has let the peer in.
         state: where the peer stands with the epoch below.
         epoch: newest plan epoch that the peer knows; 0 for none.
         plan: its plan id.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 import psutil
 import trio
@@ -27,14 +28,53 @@ FREE_MEMORY_SHARE = 0.75  # of what is free, where the owner sets no limit: the 
 _STEPS = {"fetching": "fetch", "loading": "load", "loaded": "load", "serving": "ready", "broken": "problem"}
 
 
-async def run_stage(settings: StageSettings, *, report: Report) -> None:
-    """Serve as a stage until cancelled.
+class Leaving:
+    """The owner's wish to have the machine back, which may come before there is a peer that could hear it."""
+
+    def __init__(self) -> None:
+        self._wanted = False
+        self._leave: Callable[[], None] | None = None
+        self._starting: trio.CancelScope | None = None
+
+    def begin(self) -> None:
+        """Hand the place over, and end; end at once while there is none."""
+        self._wanted = True
+        if self._leave is not None:
+            self._leave()
+        elif self._starting is not None:
+            self._starting.cancel()
+
+    def tell(self, leave: Callable[[], None]) -> None:
+        """From now on ``leave`` is called."""
+        self._leave, self._starting = leave, None
+        if self._wanted:
+            leave()
+
+    def during(self, scope: trio.CancelScope) -> None:
+        """Until :meth:`tell`, cancel this scope."""
+        self._starting = scope
+        if self._wanted:
+            scope.cancel()
+
+
+async def run_stage(settings: StageSettings, *, report: Report, leaving: Leaving | None = None) -> None:
+    """Serve as a stage until cancelled, or until its place is handed over.
+
+    Args:
+        leaving: the owner's wish to end in order; none but cancelling where it is not given.
 
     Raises:
         TicketError: there is no ticket, or it is no good.
         LinkError: no relay could be reached.
         RefusedError: the bridge does not let this peer in.
     """
+    leaving = leaving or Leaving()
+    with trio.CancelScope() as scope:
+        leaving.during(scope)
+        await _run(settings, report, leaving)
+
+
+async def _run(settings: StageSettings, report: Report, leaving: Leaving) -> None:
     invitation = settings.invitation(now=time.time())
     me = identity.load_or_create(settings.identity_path)
     report(Progress("start", me.peer_id))
@@ -73,7 +113,7 @@ async def run_stage(settings: StageSettings, *, report: Report) -> None:
                 StagePeerConfig(
                     bridge=invitation.bridge,
                     bridge_addresses=(),
-                    secret=invitation.secret.hex(),
+                    secret=invitation.credential(),
                     home=settings.home,
                     memory=memory,
                     disk=settings.disk_limit(),
@@ -88,4 +128,6 @@ async def run_stage(settings: StageSettings, *, report: Report) -> None:
                 experts=experts,
             )
             nursery.start_soon(experts.run)
+            leaving.tell(peer.leave)
             await peer.run()
+            nursery.cancel_scope.cancel()

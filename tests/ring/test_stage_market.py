@@ -80,6 +80,7 @@ class Swarm:
         self.head_view: Plan | None = None
         self.head_generations: dict[tuple[str, int, int], int] = {}
         self.epochs: list[int] = []
+        self.active = 1
 
     def add(self, name: str, **more: object) -> Peer:
         self.peers[name] = Peer(name, **more)  # type: ignore[arg-type]
@@ -150,7 +151,7 @@ class Swarm:
                     del self.stopped_at[name]
                     self._neighbours_lose(name)
             self._links()
-            self.tell(Tick())
+            self.tell(Tick(self.active))
 
     def _live(self, peer: Peer) -> None:
         if peer.loading is not None and self.now >= peer.loading[1]:
@@ -422,6 +423,20 @@ def test_a_peer_that_cannot_leave_is_told_why() -> None:
     swarm.run(5.0)
     assert swarm.serving is not None
     assert "cannot leave yet" in order_for(swarm.state, "a").why
+
+
+def test_a_peer_that_nobody_can_replace_leaves_when_nothing_is_under_way() -> None:
+    swarm = ring_of("a", "b")
+    swarm.peers["a"].leaving = swarm.peers["a"].dirty = True
+    swarm.run(3.0)
+    assert swarm.peers["a"].alive
+    swarm.active = 0
+    swarm.run(3.0)
+    assert not swarm.peers["a"].alive, "it was told to retire"
+    assert swarm.serving is None and "1 of 2 stages" in swarm.state.missing
+    swarm.peers["b"].leaving = swarm.peers["b"].dirty = True
+    swarm.run(3.0)
+    assert not swarm.peers["b"].alive, "what stands still holds nobody back"
 
 
 def test_a_peer_that_fails_to_load_twice_gets_no_place_for_a_while() -> None:

@@ -202,7 +202,7 @@ class Swarm:
             time.sleep(0.1)
         raise AssertionError(f"no ring within {seconds} s\n{self.outputs()}")
 
-    def outputs(self) -> str:
+    def outputs(self, most: int = 400) -> str:
         """What every peer printed last, in the order of time, for a failed test."""
         peers = [getattr(self, "relay", None), getattr(self, "bridge", None), *self.stages.values()]
         peers = [*peers, *self.ended]
@@ -212,11 +212,11 @@ class Swarm:
             if peer is not None
             for when, line in zip(peer.times, peer.lines, strict=False)
         )
-        return "\n".join(f"{when:10.2f} {name:<8} {line}" for when, name, line in said[-400:])
+        return "\n".join(f"{when:10.2f} {name:<8} {line}" for when, name, line in said[-most:])
 
     def end(self) -> None:
-        """End all peers."""
-        peers = [*self.stages.values(), getattr(self, "bridge", None), getattr(self, "relay", None)]
+        """End all peers; the bridge first, so that no stage looks for a successor."""
+        peers = [getattr(self, "bridge", None), *self.stages.values(), getattr(self, "relay", None)]
         for peer in peers:
             if peer is not None and peer.process.poll() is None:
                 peer.end()
@@ -249,6 +249,9 @@ def running_swarm(
         yield swarm
     finally:
         swarm.end()
+        if "KVASIR_TEST_LOGS" in os.environ:  # a folder, for whoever wants to look closer
+            log = Path(os.environ["KVASIR_TEST_LOGS"]) / f"{folder.name}.log"
+            log.write_text(swarm.outputs(1_000_000))
 
 
 def expected_greedy(model: str, *, min_gap: float = 0.01, file: str = "expected_greedy.json") -> list[dict]:

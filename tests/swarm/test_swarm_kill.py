@@ -79,6 +79,7 @@ async def test_no_answer_ends_or_changes_when_stages_are_stopped_and_killed(tmp_
         await trio.to_thread.run_sync(lambda: swarm.wait_for_standbys(3))
         for place, word in enumerate(("head", "middle", "tail")):
             await stopped_and_woken(rounds, place, word)
+        await leaves_in_order(rounds)
         for place, word in enumerate(("head", "middle", "tail")):
 
             def kill(names: list[str], place: int = place) -> None:
@@ -101,6 +102,22 @@ async def stopped_and_woken(rounds: Rounds, place: int, word: str) -> None:
     assert await rounds.play(f"{word} stopped", stop) < 15 + ROOM, swarm.outputs()
     assert stopped not in await trio.to_thread.run_sync(rounds.names)
     swarm.stages[stopped].send(signal.SIGCONT)
+    await trio.to_thread.run_sync(lambda: swarm.wait_for_standbys(3))
+
+
+async def leaves_in_order(rounds: Rounds) -> None:
+    """SIGTERM: the stage's standby takes its place before it ends, by itself and without an error."""
+    swarm, leaver = rounds.swarm, ""
+
+    def leave(names: list[str]) -> None:
+        nonlocal leaver
+        leaver = names[0]
+        swarm.stages[leaver].send(signal.SIGTERM)
+
+    assert await rounds.play("head leaves", leave) < 5 + ROOM, swarm.outputs()
+    ended = await trio.to_thread.run_sync(lambda: swarm.stages[leaver].process.wait(20 + ROOM))
+    assert ended == 0 and "its place is with another peer now" in swarm.stages[leaver].output
+    swarm.start_stage(leaver)
     await trio.to_thread.run_sync(lambda: swarm.wait_for_standbys(3))
 
 
