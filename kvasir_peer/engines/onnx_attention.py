@@ -95,7 +95,7 @@ def attention_graph(shape: AttentionShape, heads: Heads, cos: F32, sin: F32, sin
     g = Graph()
     wide = head_width(heads)
     q, k, v = _queries_keys_values(g, shape, heads, cos, sin)
-    cache = ["slots", heads.n_head_kv, "context", wide]
+    cache: list[str | int] = ["slots", heads.n_head_kv, "context", wide]
     g.input("past_k", cache)
     g.input("past_v", cache)
     g.input("last", ["slots"], np.int32)

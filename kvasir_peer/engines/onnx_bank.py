@@ -185,8 +185,9 @@ class _Fused(_Experts):
                 c = centred(quants.unpack(raw, info.type, (hi - lo, rows, columns)))
                 packed[at : at + hi - lo] = c.packed.reshape(hi - lo, rows, -1)
                 scales[at : at + hi - lo] = c.scales.reshape(hi - lo, rows, -1)
-                bias = [_biases(source, layer, s.replace(".weight", ".bias"), lo, hi) for s in suffixes]
-                if bias[0] is not None:
+                found = [_biases(source, layer, s.replace(".weight", ".bias"), lo, hi) for s in suffixes]
+                bias = [one for one in found if one is not None]
+                if bias:
                     biases.append(np.stack(bias, axis=2).reshape(hi - lo, -1))
                 at += hi - lo
         bias_name = g.weight(np.concatenate(biases)) if biases else ""

@@ -161,10 +161,10 @@ def _random_codes(
     rng: np.random.Generator, shape: tuple[int, ...], bits: int, block: int
 ) -> tuple[NDArray[np.uint8], F32, F32]:
     """Return packed codes, scales, and the weights that they stand for, [..., columns]."""
-    codes = rng.integers(0, 1 << bits, shape, dtype=np.uint8)
+    codes: NDArray[np.uint8] = rng.integers(0, 1 << bits, shape, dtype=np.uint8)
     scales = (rng.random((*shape[:-1], shape[-1] // block)) * 0.02 + 0.01).astype(np.float32)
     weights = (codes.astype(np.float32) - (1 << (bits - 1))) * np.repeat(scales, block, axis=-1)
-    packed = codes if bits == 8 else codes[..., 0::2] | (codes[..., 1::2] << 4)
+    packed = codes if bits == 8 else codes[..., 0::2] | np.left_shift(codes[..., 1::2], np.uint8(4))
     return packed, scales, weights
 
 
