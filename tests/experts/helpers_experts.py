@@ -236,6 +236,7 @@ async def coordinator(
     settings: DispatchSettings = DEFAULT_SETTINGS,
     slots: int = 8,
     load: Callable[[], int] | None = None,
+    stall: trio.Event | None = None,
     **order: object,
 ) -> AsyncIterator[Running]:
     """A running coordinator with the small model; ``load`` replaces the busy slots that its dispatcher reads."""
@@ -259,6 +260,8 @@ async def coordinator(
         )
 
         async def read_slots() -> SlotReading:
+            if stall is not None and stall.is_set():
+                await trio.sleep_forever()
             reading = found.coordinator.slots()
             if load is None:
                 return reading

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack
 
-import pytest
 from helpers_experts import (
     MapHolder,
     cases,
@@ -23,8 +22,7 @@ from kvasir_peer.wire.sampling import GREEDY
 COUNT = 16  # tokens of each text
 
 
-@pytest.mark.parametrize("engine", ["onnx", "torch"])
-async def test_exact_with_none_some_and_all_experts_remote_and_both_engines_among_workers(engine) -> None:
+async def test_exact_with_none_some_and_all_experts_remote_and_both_engines_among_workers() -> None:
     chosen = cases()[:4]
     swarm = MapHolder()
     async with AsyncExitStack() as stack:
@@ -32,7 +30,7 @@ async def test_exact_with_none_some_and_all_experts_remote_and_both_engines_amon
             await stack.enter_async_context(worker(swarm, ranges, kind))
             for ranges, kind in zip(split(2), ("torch", "onnx"), strict=True)
         ]
-        running = await stack.enter_async_context(coordinator(swarm, engine=engine, remote="all"))
+        running = await stack.enter_async_context(coordinator(swarm, remote="all"))
         request = 0
         shares = []
         for wired in (0, 1, 2):
