@@ -228,6 +228,7 @@ class Dispatcher:
         self._local_waiting = 0
         self._under_way = 0
         self._engine_seconds = 0.0
+        self._part_seconds = 0.0
         self._engine_seen = (0, 0.0)
         self._passes = 0
         self._checks = trio.CapacityLimiter(2)
@@ -426,10 +427,12 @@ class Dispatcher:
             workers,
             LocalCost(self._pair_seconds, self._local_waiting * self._pair_seconds),
             # What the engine has to do for other passes meanwhile; not what they wait for, which nobody works at.
-            hidden=max(0, self._under_way - 1) * self._engine_seconds,
+            hidden=max(0, self._under_way - 1) * (self._engine_seconds + self._part_seconds),
             local_allowed=self.config.remote != "all",
         )
         parts = rows.divide(shares)
+        own = parts[LOCAL].pairs * self._pair_seconds if LOCAL in parts else 0.0
+        self._part_seconds += COST_GAIN * (own - self._part_seconds)
         if set(parts) == {LOCAL}:
             return await self._all_local(rows)
         loaded = decision.mode == "load"

@@ -76,6 +76,9 @@ class WorkerLink:
         self._bounds = bounds
         self._limit = max(1, min(welcome.outstanding, experts.MAX_OUTSTANDING))
         self._asked: dict[int, _Asked] = {}
+        # Frames that the worker has, given up here or not: it takes no more than its limit at once.
+        self._there: set[int] = set()
+        self._room = trio.Semaphore(self._limit)
         self._ids = itertools.count(1)
         self._next = 1
         self._error: KvasirError | None = None
@@ -84,7 +87,7 @@ class WorkerLink:
     @property
     def has_room(self) -> bool:
         """Whether another frame may go out now."""
-        return not self.leaving and self._error is None and len(self._asked) < self._limit
+        return not self.leaving and self._error is None and self._room.value > 0
 
     async def ask(self, layer: int, ids: I32, weights: F32, x: F32, priority: Priority) -> WorkerAnswer:
         """Send rows and wait for their sums; safe to cancel, a late answer is dropped.
@@ -95,19 +98,28 @@ class WorkerLink:
         """
         if self._error is not None:
             raise self._error
+        await self._room.acquire()
+        if self._error is not None:
+            self._room.release()
+            raise self._error
         number = next(self._ids)
         self._next = number + 1
         asked = self._asked[number] = _Asked(len(x))
+        self._there.add(number)
+        sent = False
         try:
             frame = experts.CODEC.encode(
                 experts.Rows(number, layer, *ids.shape),
                 experts.encode_rows(ids, weights, x, self._bounds.dtype),
             )
             await self._link.send(frame, priority)
+            sent = True
             self._sent += 1
             await asked.done.wait()
         finally:
             self._asked.pop(number, None)
+            if not sent:
+                self._left(number)
         if asked.error is not None:
             raise asked.error
         assert asked.answer is not None
@@ -132,6 +144,7 @@ class WorkerLink:
             return
         if not isinstance(message, experts.Sums | experts.Failed) or not 0 < message.id < self._next:
             raise WireError("unexpected", f"{type(message).__name__} from a worker", peer=self.peer)
+        self._left(message.id)
         asked = self._asked.get(message.id)
         if asked is None or asked.done.is_set():
             self._late += 1
@@ -150,9 +163,17 @@ class WorkerLink:
             asked.answer = WorkerAnswer(sums, min(max(message.held_ms, 0.0), 60_000.0) / 1e3)
         asked.done.set()
 
+    def _left(self, number: int) -> None:
+        """The worker does not have this frame any more."""
+        if number in self._there:
+            self._there.discard(number)
+            self._room.release()
+
     def _end(self, error: KvasirError) -> None:
         if self._error is None:
             self._error = error
+            for number in list(self._there):
+                self._left(number)
             for asked in self._asked.values():
                 asked.error = error
                 asked.done.set()
