@@ -5,6 +5,10 @@ A ticket is one word of text, ``kvasir1…``, made to be sent by chat or mail an
 allows, an end of validity, and a secret of 128 bits that the bridge knows again. Who holds it may join: treat it
 like a password.
 
+The secret is made of the bridge's own one, the roles and the end (:func:`secret_for`), and a peer shows all three
+(:meth:`Ticket.credential`). So a bridge that keeps nothing but its own secret knows what each ticket allows, and a
+ticket whose roles or end somebody has changed is no good.
+
 The text is Bech32m (BIP 350) without its limit of 90 characters. Its checksum is a BCH code over GF(32) with
 distance 4 up to 1,023 symbols (BIP 173), so up to three wrong characters, and so each single typo and each
 transposition, are refused for certain, and longer damage with a probability of 1 - 2^-30. The position of a
@@ -16,6 +20,8 @@ Binary form (big endian): version u8 = 1, roles u8 (a bit each), expiry u40 (Uni
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import secrets
 import time
 from collections.abc import Iterable
@@ -40,6 +46,8 @@ _BECH32M = 0x2BC830A3
 _GENERATORS = (0x3B6A57B2, 0x26508E6D, 0x1EA119FA, 0x3D4233DD, 0x2A1462B3)
 _CHECKSUM_SYMBOLS = 6
 _VERSION = 1
+_EXPIRY_BYTES = 5
+_DOMAIN = b"kvasir ticket 1\0"
 
 
 def _reduction(top: int) -> int:
@@ -157,7 +165,7 @@ class Ticket:
         swarm: name of the swarm, at most 40 bytes of UTF-8; printable.
         roles: what its holder may be, out of :data:`ROLES`.
         expires: Unix time in whole seconds after which the bridge no longer takes it.
-        secret: 16 random bytes.
+        secret: 16 bytes that nobody can guess.
 
     Raises:
         TicketError: a field is outside its range.
@@ -188,7 +196,7 @@ class Ticket:
             raise TicketError(
                 f"a ticket allows some of the roles {', '.join(ROLES)}, not {unknown or 'none'}"
             )
-        if not 0 <= self.expires < 1 << 40:
+        if not 0 <= self.expires < 1 << 8 * _EXPIRY_BYTES:
             raise TicketError(f"the ticket's end of validity {self.expires} is no Unix time")
         if len(self.secret) != SECRET_BYTES:
             raise TicketError(f"a ticket's secret has {SECRET_BYTES} bytes, not {len(self.secret)}")
@@ -216,8 +224,8 @@ class Ticket:
             TicketError: the addresses are so long that the text would pass 1,000 characters.
         """
         name = self.swarm.encode()
-        raw = bytearray([_VERSION, sum(1 << bit for bit, role in enumerate(ROLES) if role in self.roles)])
-        raw += self.expires.to_bytes(5, "big") + self.secret + identity.public_key_of(self.bridge)
+        raw = bytearray([_VERSION]) + _allowed(self.roles, self.expires) + self.secret
+        raw += identity.public_key_of(self.bridge)
         raw += bytes([len(name)]) + name + bytes([len(self.relays)])
         for relay in self.relays:
             transport, peer_id = addresses.split_peer_address(relay)
@@ -246,9 +254,43 @@ class Ticket:
                 f"the ticket for {self.swarm!r} is for {' or '.join(self.ordered_roles())}, not for {role}"
             )
 
+    def credential(self) -> str:
+        """What a peer shows to the bridge, hexadecimal: roles, end and secret."""
+        return (_allowed(self.roles, self.expires) + self.secret).hex()
+
     def ordered_roles(self) -> list[str]:
         """The roles that the ticket allows, in the order of :data:`ROLES`."""
         return [role for role in ROLES if role in self.roles]
+
+
+def _allowed(roles: Iterable[str], expires: int) -> bytes:
+    given = frozenset(roles)
+    bits = sum(1 << bit for bit, role in enumerate(ROLES) if role in given)
+    return bytes([bits]) + expires.to_bytes(_EXPIRY_BYTES, "big")
+
+
+def secret_for(own: bytes, roles: Iterable[str], expires: int) -> bytes:
+    """The secret of a ticket for these roles until this end, of a bridge whose own secret is ``own``."""
+    return hmac.digest(own, _DOMAIN + _allowed(roles, expires), hashlib.sha256)[:SECRET_BYTES]
+
+
+def admits(own: bytes, credential: str, *, role: str, now: float) -> bool:
+    """Whether a credential lets its holder be ``role`` at ``now`` (Unix time), at the bridge whose secret is ``own``.
+
+    The bridge's own secret is one for every role and without end; it is in no ticket.
+    """
+    try:
+        shown = bytes.fromhex(credential)
+    except ValueError:
+        return False
+    allowed, secret = shown[:-SECRET_BYTES], shown[-SECRET_BYTES:]
+    if hmac.compare_digest(secret, own):
+        return True
+    if len(allowed) != 1 + _EXPIRY_BYTES:
+        return False
+    good = hmac.digest(own, _DOMAIN + allowed, hashlib.sha256)[:SECRET_BYTES]
+    known = hmac.compare_digest(secret, good)
+    return known and bool(allowed[0] >> ROLES.index(role) & 1) and now < int.from_bytes(allowed[1:], "big")
 
 
 def parse(text: str) -> Ticket:
@@ -266,7 +308,7 @@ def parse(text: str) -> Ticket:
     bits = reader.number(1)
     if bits >> len(ROLES):
         raise TicketError("the ticket names a role that this program does not know: update kvasir-peer")
-    expires = reader.number(5)
+    expires = reader.number(_EXPIRY_BYTES)
     secret = reader.take(SECRET_BYTES)
     bridge = identity.peer_id_of(reader.take(identity.KEY_BYTES))
     swarm = reader.text()

@@ -11,12 +11,14 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import trio
 from starlette.applications import Starlette
 
 from kvasir_peer import identity
+from kvasir_peer import ticket as tickets
 from kvasir_peer.agent.chunk_transfer import serve_chunks
 from kvasir_peer.agent.loop_lag import LoopLag
 from kvasir_peer.api import openai
@@ -30,6 +32,7 @@ from kvasir_peer.experts.dispatch_policy import SlotReading
 from kvasir_peer.experts.ledger import Ledger
 from kvasir_peer.experts.market_service import MarketService, MarketSettings
 from kvasir_peer.experts.recruitment import RecruitmentSettings
+from kvasir_peer.experts.volunteering import Ask, Coverage, Given, Join, Joined, Wiring
 from kvasir_peer.net.node import Node
 from kvasir_peer.progress import Progress, Report
 from kvasir_peer.ring.manager import RingManager, RingSettings
@@ -73,7 +76,7 @@ class Bridge:
         """See :class:`~kvasir_peer.api.swarm.SwarmService`."""
         if not self.manager.settings.stages:
             raise RefusedError("this bridge has no ring: its coordinators compute whole models", peer=peer)
-        return await self.manager.poll(peer, report)
+        return await self.manager.poll(peer, _with_secret(report, self.manager.settings.secret, "stage"))
 
     def admitted(self, peer: str) -> bool:
         """See :class:`~kvasir_peer.api.swarm.SwarmService`."""
@@ -216,30 +219,69 @@ async def serve_http(app: Any, listener: socket.socket, stop: Callable[[], Any])
 class _Invitation:
     ticket: Ticket
     text: str
+    own: bytes
+    """The bridge's own secret, which tickets' secrets are made of."""
 
 
 def _invite(settings: BridgeSettings, peer: str) -> _Invitation:
-    """The swarm's ticket; its secret is made once and kept, so that old tickets work after a restart."""
+    """The swarm's ticket; the bridge's secret is made once and kept, so that old tickets work after a restart."""
     file = settings.home / "swarm.secret"
     try:
-        secret = bytes.fromhex(file.read_text().strip())
+        own = bytes.fromhex(file.read_text().strip())
     except FileNotFoundError:
-        secret = secrets.token_bytes(16)
+        own = secrets.token_bytes(tickets.SECRET_BYTES)
         file.touch(mode=0o600)
-        file.write_text(secret.hex())
+        file.write_text(own.hex())
     except ValueError:
-        raise SettingsError(
-            f"{file} does not hold 32 hexadecimal digits: remove it, and tickets begin anew"
-        ) from None
+        own = b""
+    if len(own) != tickets.SECRET_BYTES:
+        raise SettingsError(f"{file} does not hold 32 hexadecimal digits: remove it, and tickets begin anew")
+    roles, expires = frozenset(settings.ticket_roles), int(time.time() + settings.ticket_lifetime)
     ticket = Ticket(
         settings.relays,
         peer,
         settings.swarm,
-        frozenset(settings.ticket_roles),
-        int(time.time() + settings.ticket_lifetime),
-        secret,
+        roles,
+        expires,
+        tickets.secret_for(own, roles, expires),
     )
-    return _Invitation(ticket, ticket.encode())
+    return _Invitation(ticket, ticket.encode(), own)
+
+
+Shown = TypeVar("Shown", StageReport, Ask, Coverage, Join)
+
+
+def _with_secret(body: Shown, own: bytes, role: str) -> Shown:
+    """What a peer sent, with the bridge's own secret in place of a credential that is good for the role, else none."""
+    if not body.secret:
+        return body
+    good = tickets.admits(own, body.secret, role=role, now=time.time())
+    return msgspec.structs.replace(body, secret=own.hex() if good else "")
+
+
+class _Market:
+    """The market behind a door that looks at tickets; see :class:`~kvasir_peer.api.experts.ExpertsService`."""
+
+    def __init__(self, market: MarketService, own: bytes) -> None:
+        self._market = market
+        self._own = own
+        self.would_give = market.would_give
+        self.dispatch_map = market.dispatch_map
+        self.demand = market.demand
+        self.recruitment = market.recruitment
+        self.admitted = market.admitted
+
+    async def volunteer(self, peer: str, ask: Ask) -> Given:
+        """An idle peer asks for work."""
+        return await self._market.volunteer(peer, _with_secret(ask, self._own, "volunteer"))
+
+    async def coverage(self, caller: str | None, body: Coverage) -> Wiring:
+        """A volunteer claims what it serves."""
+        return await self._market.coverage(caller, _with_secret(body, self._own, "volunteer"))
+
+    async def coordinator(self, peer: str, join: Join) -> Joined:
+        """A coordinator is there."""
+        return await self._market.coordinator(peer, _with_secret(join, self._own, "coordinator"))
 
 
 class _RingOfBridge:
@@ -302,7 +344,7 @@ async def run_bridge(
             report(Progress("relay", "reachable through a relay"))
             ring_settings = RingSettings(
                 stages=settings.stages,
-                secret=invitation.ticket.secret,
+                secret=invitation.own,
                 dtype=settings.boundary,
                 batch_rows=settings.batch_rows,
                 micro_batch_rows=settings.micro_batch_rows,
@@ -324,7 +366,7 @@ async def run_bridge(
                 model.name,
                 model.manifest,
                 model.shape,
-                _market_settings(settings, invitation.ticket.secret),
+                _market_settings(settings, invitation.own),
                 sign=me.sign,
                 verify=identity.verify,
                 ledger=ledger,
@@ -332,7 +374,7 @@ async def run_bridge(
                 ring=_RingOfBridge(manager) if settings.stages else None,
             )
             bridge = Bridge(model, manager, market, node, lag, invitation.ticket)
-            control = [*swarm_routes(bridge), *expert_routes(market)]
+            control = [*swarm_routes(bridge), *expert_routes(_Market(market, invitation.own))]
             node.serve_http(Starlette(routes=control))
             node.handle(ring.PROTOCOL, ring.MAX_OPENING_FRAME, manager.take_link)
             node.handle(

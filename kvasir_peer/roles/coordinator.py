@@ -66,7 +66,7 @@ async def run_coordinator(settings: CoordinatorSettings, *, report: Report) -> N
                 CoordinatorConfig(
                     bridge=invitation.bridge,
                     bridge_addresses=(),
-                    secret=invitation.secret.hex(),
+                    secret=invitation.credential(),
                     home=settings.home,
                     memory=memory,
                     engine=engine_name,

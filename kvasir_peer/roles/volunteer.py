@@ -75,7 +75,7 @@ async def run_volunteer(settings: VolunteerSettings, *, report: Report) -> None:
                 VolunteerConfig(
                     bridge=invitation.bridge,
                     bridge_addresses=(),
-                    secret=invitation.secret.hex(),
+                    secret=invitation.credential(),
                     home=settings.home,
                     memory=memory,
                     disk=settings.disk_limit(),

@@ -174,3 +174,25 @@ def test_no_bytes_raise_anything_but_a_ticket_error(raw):
     except TicketError:
         return
     assert raw[0] == 1
+
+
+def test_a_credential_is_good_for_its_roles_until_its_end():
+    own = b"o" * 16
+
+    def shown(*, roles=frozenset({"volunteer"}), expires=NOW + 3600, changes=None):
+        one = make(roles=roles, expires=expires, secret=ticket.secret_for(own, roles, expires))
+        return ticket.parse(dataclasses.replace(one, **(changes or {})).encode()).credential()
+
+    assert ticket.admits(own, shown(), role="volunteer", now=NOW)
+    assert not ticket.admits(own, shown(), role="stage", now=NOW)
+    assert not ticket.admits(own, shown(), role="volunteer", now=NOW + 3600)
+    assert not ticket.admits(b"x" * 16, shown(), role="volunteer", now=NOW)
+    # Whoever changes what a ticket allows has no secret for it.
+    wider = shown(changes={"roles": frozenset(ticket.ROLES)})
+    longer = shown(changes={"expires": NOW + 10**6})
+    assert not ticket.admits(own, wider, role="stage", now=NOW)
+    assert not ticket.admits(own, longer, role="volunteer", now=NOW)
+    for text in ("", "zz", "00", shown()[2:], shown() + "00", shown()[12:]):
+        assert not ticket.admits(own, text, role="volunteer", now=NOW)
+    # The operator's own secret, which no ticket holds.
+    assert ticket.admits(own, own.hex(), role="coordinator", now=NOW)
