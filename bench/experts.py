@@ -1,6 +1,6 @@
 """What sharing experts costs and gives: ``python bench/experts.py [--quick] [--volunteers 0 1 2 4 8]``.
 
-A coordinator whose own experts are slow (a floor for each row and expert), and volunteers that are as slow, whose answers
+A coordinator whose own experts are slow (a floor for each row and expert), and volunteers that are as slow; their answers
 come 2 x 20 ms later than they are computed. Everything runs on loopback; engines are processes of their own, and wait
 more than they compute, so a small machine can hold many. Rows: volunteers, tokens a second, times the lone
 coordinator's, share of linear.

@@ -137,6 +137,7 @@ class LoadBank(msgspec.Struct, frozen=True):
     device: str
     arena: ArenaShape
     memory_limit: int = 0
+    expert_floor_ms: float = 0.0
 
 
 Urgency = Literal["ring", "experts", "checks"]

@@ -239,6 +239,8 @@ class EngineProcess:
             precision=precision,
         )
         source.release()
+        if order.expert_floor_ms > 0:
+            self._bank = FlooredBank(self._bank, order.expert_floor_ms / 1e3)
         self._experts, self._stage = ExpertRunner(self._bank, order.max_rows), order.job
         self._map_arena(order.arena)
         seconds = time.perf_counter() - started

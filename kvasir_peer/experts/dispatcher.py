@@ -51,6 +51,7 @@ RETRY_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # seconds before another link to
 COUNTING_PASSES = 8  # under load, one pass in so many is routed here just to count which layers are hot
 COST_GAIN = 0.1  # of the running mean of the local experts' time for each pair
 FIRST_PAIR_SECONDS = 5e-4  # assumed of the local experts until one call was measured
+PATIENCE = 2.0  # a worker is out when it takes so many times as long as usual, and some
 BACKGROUND_CHECKS = 64  # checks that may wait for the engine; more are given up, and counted
 REMEMBERED_CAUGHT = 256
 
@@ -566,7 +567,9 @@ class Dispatcher:
         if link is None or state is None:
             return None
         pairs = part.pairs
-        limit = state.latency.deadline(_scale(state, part))
+        # Somebody else is asked long before this, so patience costs no token; a hiccup of this machine would put
+        # all workers out at once.
+        limit = state.latency.deadline(PATIENCE * _scale(state, part))
         known.state = policy.sent(state, pairs, shadow=shadow)
         began = trio.current_time()
         reason = f"no answer in {limit * 1e3:.0f} ms"
