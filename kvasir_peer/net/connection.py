@@ -35,6 +35,7 @@ HEARTBEAT_BUSY_S = 5.0  # between pings while the connection carries links
 HEARTBEAT_IDLE_S = 15.0  # between signs of life otherwise
 DEAD_BUSY_S = 15.0  # of silence with a ping unanswered
 DEAD_IDLE_S = 30.0
+DEAD_DOUBTED_S = 3.0  # of silence after a newer connection of the same peer came
 
 ROUND_TRIPS_KEPT = 64  # samples behind the percentiles: five minutes of heartbeats
 
@@ -93,7 +94,7 @@ class Connection:
     Args:
         secured: outcome of the handshake.
         path: ``direct`` or ``relayed``.
-        address: for people: ``host:port``, or the relay's peer id.
+        address: for people: where the other side is, or the relay's peer id.
         on_stream: called with each stream the other side opens.
         on_closed: called once, with the reason.
         on_ready: called once the multiplexer was agreed on.
@@ -102,6 +103,7 @@ class Connection:
     Attributes:
         remote_peer: authenticated peer id of the other side.
         initiator: whether we dialled.
+        local_address: our own IP address on it, or "" for a circuit.
         busy: number of links that carry work; makes the heartbeat quicker.
         tickers: called with the time about once a second.
         ready: set once the multiplexer was agreed on.
@@ -123,6 +125,7 @@ class Connection:
         self.initiator = secured.initiator
         self.path = path
         self.address = address
+        self.local_address = ""
         self.busy = 0
         self.tickers: set[Callable[[float], None]] = set()
         self.ready = trio.Event()
@@ -135,6 +138,7 @@ class Connection:
         self._on_closed = on_closed
         self._carrier: Carrier | None = None
         self._last_ping = self.opened_at
+        self._doubted_at: float | None = None
         self._negotiation: multistream.LineBuffer | None = multistream.LineBuffer()
         self._lines_seen = 0
         self._bytes_sent = 0
@@ -187,6 +191,12 @@ class Connection:
         """Close at once."""
         self._end(reason)
 
+    def doubt(self) -> None:
+        """The other side may be elsewhere by now: it has to answer soon."""
+        if self._doubted_at is None and not self.closed.is_set():
+            self._doubted_at = trio.current_time()
+            self.mux.ping(self._doubted_at)
+
     def tick(self, now: float) -> None:
         """Heartbeat, dead-peer detection, and clearing of old streams; called about once a second."""
         if self.closed.is_set():
@@ -196,6 +206,12 @@ class Connection:
             return
         beat, dead = (HEARTBEAT_BUSY_S, DEAD_BUSY_S) if self.busy else (HEARTBEAT_IDLE_S, DEAD_IDLE_S)
         silent = now - self.heard_at
+        if self._doubted_at is not None:
+            if self.heard_at > self._doubted_at:
+                self._doubted_at = None
+            elif now - self._doubted_at > DEAD_DOUBTED_S:
+                self._end("the other side came again from elsewhere, and is silent here")
+                return
         if self.mux.ping_since is not None and silent > dead:
             self._end(f"nothing came for {silent:.0f} s: the other side, or the network, is gone")
             return

@@ -298,6 +298,7 @@ class Host:
         duplex.socket.setblocking(False)
         carried: Duplex = duplex
         try:
+            local = duplex.socket.getsockname()[0]
             try:
                 with trio.move_on_after(HANDSHAKE_S) as scope:
                     if websocket or ((address, port) not in self.punching and await _is_http(duplex)):
@@ -313,7 +314,7 @@ class Host:
                         secured = await self.identity.secure_outbound(carried, punching)
                 if scope.cancelled_caught:
                     raise LinkError("the handshake took too long")
-                connection = self._new(secured, "direct", maddr.of_socket((address, port)))
+                connection = self._new(secured, "direct", maddr.of_socket((address, port)), local)
                 if reason := self._admit_peer(connection):
                     self._refused[reason] += 1
                     return
@@ -399,7 +400,7 @@ class Host:
         carried: Duplex | None = None
         try:
             with trio.move_on_after(DIAL_S + HANDSHAKE_S) as deadline:
-                carried = await _connect(address, source)
+                carried, local = await _connect(address, source)
                 if responder:
                     secured = await self.identity.secure_inbound(carried)
                     if secured.remote_peer != address.peer:
@@ -408,7 +409,7 @@ class Host:
                     secured = await self.identity.secure_outbound(carried, address.peer)
             if deadline.cancelled_caught or carried is None:
                 raise LinkError("no answer in time")
-            connection = self._new(secured, "direct", address.transport)
+            connection = self._new(secured, "direct", address.transport, local)
             started.append(connection)
             self._counts["outbound"] += 1
             done.set()
@@ -420,10 +421,10 @@ class Host:
 
     # --- connections -----------------------------------------------------------------------------------------
 
-    def _new(self, secured: connections.Secured, path: str, address: str) -> Connection:
+    def _new(self, secured: connections.Secured, path: str, address: str, local: str = "") -> Connection:
         if secured.remote_peer == self.peer_id:
             raise LinkError("that is this peer itself")
-        return Connection(
+        connection = Connection(
             secured,
             path=path,
             address=address,
@@ -432,6 +433,18 @@ class Host:
             on_closed=self._on_closed,
             max_inbound_streams=self.limits.max_inbound_streams,
         )
+        connection.local_address = local.partition("%")[0]
+        return connection
+
+    def addresses_are(self, present: set[str]) -> int:
+        """Close connections from IP addresses of ours that are gone; returns how many there were.
+
+        Their sockets would not notice before the heartbeat does.
+        """
+        stranded = [c for c in self.connections() if c.local_address and c.local_address not in present]
+        for connection in stranded:
+            connection.abort(f"our address {connection.local_address} is gone")
+        return len(stranded)
 
     async def _carry(self, connection: Connection, carried: Duplex) -> None:
         """Run a connection to its end."""
@@ -455,6 +468,8 @@ class Host:
         if len(same) > self.limits.max_connections_per_peer:
             idle = [c for c in same[:-1] if not c.busy] or same[:-1]
             idle[0].close("too many connections of one peer")
+        for other in same[:-1]:
+            other.doubt()
         logger.debug("connected to %s, %s", connection.remote_peer, connection.path)
         for callback in self.on_connection:
             callback(connection)
@@ -588,8 +603,11 @@ def _as_trio(duplex: TcpDuplex) -> trio.socket.SocketType:
     return trio.socket.from_stdlib_socket(duplex.socket)
 
 
-async def _connect(address: maddr.Address, source: tuple[str, int] | None) -> Duplex:
-    """The byte stream of an address. Raises OSError, LinkError; the caller sets the deadline."""
+async def _connect(address: maddr.Address, source: tuple[str, int] | None) -> tuple[Duplex, str]:
+    """The byte stream of an address, and our own IP address on it. Raises OSError, LinkError.
+
+    The caller sets the deadline.
+    """
     if source is not None:
         sock = await _connect_from(address, source)
     else:
@@ -605,8 +623,9 @@ async def _connect(address: maddr.Address, source: tuple[str, int] | None) -> Du
         sock = socket.socket(fileno=stream.socket.detach())
     sock.setblocking(False)
     duplex = TcpDuplex(sock)
+    local = sock.getsockname()[0]
     if not address.websocket:
-        return duplex
+        return duplex, local
     below: trio.abc.Stream = trio.SocketStream(_as_trio(duplex))
     try:
         if address.secure:
@@ -614,7 +633,7 @@ async def _connect(address: maddr.Address, source: tuple[str, int] | None) -> Du
                 below, ssl.create_default_context(), server_hostname=address.host, https_compatible=True
             )
             await below.do_handshake()
-        return await WebSocketDuplex.connect(below, f"{address.host}:{address.port}")
+        return await WebSocketDuplex.connect(below, f"{address.host}:{address.port}"), local
     except (ssl.SSLError, trio.BrokenResourceError) as error:
         await trio.aclose_forcefully(below)
         raise LinkError(f"TLS with {address.host} failed: {error.__cause__ or error}") from error

@@ -14,8 +14,9 @@ import httpx
 import trio
 
 from kvasir_peer.errors import KvasirError, LinkError, RefusedError, UsageError, WireError
-from kvasir_peer.net import circuit, http, maddr
+from kvasir_peer.net import circuit, http, maddr, upgrade
 from kvasir_peer.net import link as link_module
+from kvasir_peer.net.backoff import Backoff
 from kvasir_peer.net.connection import Connection, ConnectionStatistics
 from kvasir_peer.net.host import Host, HostLimits, HostStatistics, new_host
 from kvasir_peer.net.link import DEFAULT_MAX_FRAME_BYTES, Link, LinkStatistics
@@ -26,7 +27,10 @@ from kvasir_peer.net.yamux import MuxedStream
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 25.0  # to reach a peer over all its addresses
-OPEN_S = 15.0  # to open a stream on a connection that exists
+OPEN_S = 15.0  # to open a stream
+DOUBT_S = 4.0  # on a connection that exists, before another way is looked for
+RENUMBER_S = 15.0  # for links to find their way after the machine changed its network
+ADDRESS_LOOK_S = 2.0  # between looks at the machine's own IP addresses
 HELLO_S = 10.0  # for a link's first message
 WELCOME_S = 2.0  # for the answer to it
 RESCUE_S = 3.0  # for a link whose connection was lost while another one to the same peer lives
@@ -108,6 +112,7 @@ class Node:
         self._dialling: dict[str, trio.Event] = {}
         self._callbacks: list[Callable[[PeerEvent], None]] = []
         self._changed = trio.Event()
+        self._grace_until = 0.0
         self._supervisors = {
             address.peer: RelaySupervisor(host, address, self._relays_changed) for address in relays
         }
@@ -150,6 +155,7 @@ class Node:
         async with host.running():
             for supervisor in node._supervisors.values():
                 host.nursery.start_soon(supervisor.run)
+            host.nursery.start_soon(node._watch_addresses)
             try:
                 yield node
             finally:
@@ -188,6 +194,42 @@ class Node:
             if (kind == "ip6") == (":" in address)
         ]
         return list(dict.fromkeys([*outside, *listening]))
+
+    async def _watch_addresses(self) -> None:
+        """Notice when the machine changes its network, and start over at once with what hung on the old one."""
+        before = upgrade.present_addresses()
+        while True:
+            await trio.sleep(ADDRESS_LOOK_S)
+            now = upgrade.present_addresses()
+            if now == before:
+                continue
+            logger.info(
+                "our IP addresses changed: %d are new, %d are gone", len(now - before), len(before - now)
+            )
+            gone, before = before - now, now
+            peers = self.host.peers if gone else []
+            self._grace_until = trio.current_time() + RENUMBER_S
+            self.host.addresses_are(now)
+            for supervisor in self._supervisors.values():
+                supervisor.hurry()
+            self._relays_changed()
+            if peers:
+                self.host.nursery.start_soon(self._come_back_to, peers)
+
+    async def _come_back_to(self, peers: list[str]) -> None:
+        """Reach again those who still believe us to be at our old address, and cannot know better."""
+        missing = [peer for peer in peers if peer not in self._supervisors]
+        backoff = Backoff(first=0.5, cap=3.0)
+        with trio.move_on_after(RENUMBER_S):
+            while missing:
+                for peer in missing:
+                    if self._usable(peer) is None:
+                        try:
+                            await self.connect(peer)
+                        except KvasirError as error:
+                            logger.debug("%s was not reached from our new address: %s", peer, error)
+                missing = [peer for peer in missing if self._usable(peer) is None]
+                await trio.sleep(backoff.failed())
 
     async def _ask_how_seen(self, relay: Connection) -> None:
         """Let a relay tell our address as it is from outside."""
@@ -408,6 +450,11 @@ class Node:
     ) -> tuple[Connection, MuxedStream]:
         connection = await self._connection(peer_id, addresses)
         with trio.move_on_after(OPEN_S):
+            with trio.move_on_after(DOUBT_S):
+                return connection, await connection.open_stream(protocol)
+            # The peer may be somewhere else by now, and nobody has told us yet.
+            connection.doubt()
+            connection = await self._reach(peer_id, ())
             return connection, await connection.open_stream(protocol)
         raise LinkError(f"{peer_id} did not answer to {protocol} in {OPEN_S:.0f} s", peer=peer_id)
 
@@ -514,13 +561,13 @@ class Node:
 
     async def _rescue(self, link: Link, reason: str) -> None:
         """Find another connection for a link, as long as one is there; give it up otherwise."""
-        with trio.move_on_after(RESCUE_S):
+        with trio.move_on_at(max(trio.current_time() + RESCUE_S, self._grace_until)):
             while link.adrift:
                 others = self.host.connections(link.remote_peer)
-                if not others:
+                if not others and trio.current_time() >= self._grace_until:
                     break
-                if not link.opened_here or not await self._move(link, others[0]):
-                    # The side that opened the link moves it.
+                # The side that opened the link moves it.
+                if not others or not link.opened_here or not await self._move(link, others[0]):
                     await trio.sleep(0.02)
         if link.adrift:
             link.fail(f"the link to {link.remote_peer} was lost: {reason}")

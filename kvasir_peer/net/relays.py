@@ -79,6 +79,7 @@ class RelaySupervisor:
         self._counts = {"connects": 0, "reservations": 0, "failures": 0}
         self._last_error = ""
         self._hurry = trio.Event()
+        self._dialling: trio.CancelScope | None = None
 
     @property
     def addresses(self) -> list[str]:
@@ -95,6 +96,8 @@ class RelaySupervisor:
     def hurry(self) -> None:
         """Something changed (a network address): look at once instead of waiting."""
         self._hurry.set()
+        if self._dialling is not None:
+            self._dialling.cancel()
 
     async def run(self) -> None:
         """Run for ever."""
@@ -133,9 +136,11 @@ class RelaySupervisor:
         for connection in self._host.connections(self.relay):
             if connection.path == "direct":
                 return connection
-        connection = await self._host.dial(self.address)
-        self._counts["connects"] += 1
-        return connection
+        with trio.CancelScope() as self._dialling:
+            connection = await self._host.dial(self.address)
+            self._counts["connects"] += 1
+            return connection
+        raise LinkError(f"the dial to the relay {self.relay} was begun anew: our network changed")
 
     async def _hold(self, connection: Connection) -> None:
         """Reserve, check and refresh until something fails. Raises LinkError, RefusedError, WireError."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import socket
 from collections.abc import Callable, Sequence
 
 import psutil
@@ -55,6 +56,16 @@ def interface_addresses(listening: str) -> list[str]:
             if f"ip{address.version}" == parts[1] and not address.is_loopback and not address.is_link_local:
                 found.append("/".join([*parts[:2], str(address), *parts[3:]]))
     return found
+
+
+def present_addresses() -> set[str]:
+    """IP addresses that this machine has now."""
+    return {
+        entry.address.partition("%")[0]
+        for addresses in psutil.net_if_addrs().values()
+        for entry in addresses
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    }
 
 
 class Upgrader:

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from kvasir_peer.errors import LinkError, UsageError
+from kvasir_peer.identity import Identity
 from kvasir_peer.net import http
 from kvasir_peer.net.link import Link, Priority
 from kvasir_peer.net.node import Node, PeerEvent
@@ -90,7 +91,7 @@ async def test_an_unknown_protocol_and_an_unknown_peer_are_said_in_one_line() ->
         with pytest.raises(LinkError, match="does not speak /nothing/1"):
             await b.open_link(a.peer_id, "/nothing/1", addresses=a.addresses())
         with pytest.raises(LinkError, match="no address"):
-            await b.connect(Node(a.host, (), True).peer_id[:-1] + "z")
+            await b.connect(Identity.generate().peer_id)
         with pytest.raises(UsageError, match=r"no peer id|does not lead"):
             await b.connect(a.peer_id, ["/ip4/127.0.0.1/tcp/1/p2p/nonsense"])
         dead = f"/ip4/127.0.0.1/tcp/1/p2p/{a.peer_id}"

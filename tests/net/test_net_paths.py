@@ -14,6 +14,7 @@ from helpers_net import LOOPBACK, RelayProcess, key, until
 
 from kvasir_peer.errors import LinkError
 from kvasir_peer.net import framing, upgrade
+from kvasir_peer.net import node as node_module
 from kvasir_peer.net.link import LINK_ID_BYTES, Link, Own, Priority
 from kvasir_peer.net.node import Node, PeerEvent
 from kvasir_peer.net.upgrade import interface_addresses
@@ -132,6 +133,25 @@ async def test_a_link_falls_back_to_the_relay_and_comes_again(
             changes = 2 * round_ + 2
             await until(lambda changes=changes: near.statistics().path_changes >= changes)
         assert near.statistics().path_changes >= 7
+
+
+async def test_links_live_through_a_change_of_our_own_address(
+    relay: RelayProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_module, "ADDRESS_LOOK_S", 0.05)
+    present = {"127.0.0.1"}
+    monkeypatch.setattr(upgrade, "present_addresses", lambda: set(present))
+    async with pair(relay) as (a, b), traffic(a, b) as (near, far):
+        await trio.sleep(0.3)
+        dropped = [c for node in (a, b) for c in node.host.connections()]
+        present.clear()
+        with trio.fail_after(15):
+            await until(lambda: all(c.closed.is_set() for c in dropped))
+            present.add("127.0.0.1")
+            await until(lambda: a.addresses() and b.addresses() and not near.adrift and not far.adrift)
+        before = near.statistics().frames_received
+        await until(lambda: near.statistics().frames_received > before + 20)
+        assert not near.closed and not far.closed
 
 
 async def test_nothing_moves_where_one_side_wants_circuits_alone(relay: RelayProcess) -> None:
