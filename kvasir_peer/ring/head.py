@@ -174,11 +174,6 @@ class HeadEpoch(StageEpoch):
         return None
 
     async def serve(self, link: Link, purpose: str) -> None:
-        if purpose in self._accepted:
-            raise WireError(
-                "unexpected", f"a second {purpose} link from {link.remote_peer}", peer=link.remote_peer
-            )
-        self._accepted[purpose] = link
         if purpose == "results":
             link.max_frame = ring.max_result_frame(self.limits)
             task = self._take_results

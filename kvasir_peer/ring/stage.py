@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import trio
 
@@ -130,6 +130,17 @@ class StageExperts(Protocol):
     def unloaded(self) -> None:
         """The engine has nothing any more."""
         ...
+
+
+async def refuse(link: Link, code: str, reason: str) -> NoReturn:
+    """Say why a link is refused.
+
+    Raises:
+        WireError: always; whoever called takes nothing more from the link.
+    """
+    with trio.move_on_after(1):
+        await link.send(ring.OPENING.encode(ring.Refusal(code, reason)))
+    raise WireError(code, reason, peer=link.remote_peer)
 
 
 @dataclass
@@ -304,13 +315,25 @@ class StageEpoch:
             return self.plan.stages[self.index - 1].peer
         return None
 
-    async def serve(self, link: Link, purpose: str) -> None:
-        """Take a link that the caller has checked with :meth:`expected`, until it ends."""
-        if purpose in self._accepted:
-            raise WireError(
-                "unexpected", f"a second {purpose} link from {link.remote_peer}", peer=link.remote_peer
+    async def admit(self, link: Link, hello: ring.Hello) -> None:
+        """Take a link that another member opens, until it ends.
+
+        Raises:
+            WireError: it is of another epoch, or nobody expects it; the other side has been told.
+        """
+        if (hello.plan, hello.epoch) != (self.plan.id, self.plan.epoch):
+            await refuse(link, "epoch", f"epoch {hello.epoch} is not served here, {self.plan.epoch} is")
+        if self.expected(hello.purpose) != link.remote_peer:
+            await refuse(
+                link, "stranger", f"{link.remote_peer} may not open a {hello.purpose} link to this stage"
             )
-        self._accepted[purpose] = link
+        if hello.purpose in self._accepted:
+            await refuse(link, "unexpected", f"a second {hello.purpose} link from {link.remote_peer}")
+        self._accepted[hello.purpose] = link
+        await self.serve(link, hello.purpose)
+
+    async def serve(self, link: Link, purpose: str) -> None:
+        """Receive on an admitted link until it ends."""
         link.max_frame = ring.max_batch_frame(self.limits, self.plan.dtype, self.plan.n_embd)
         await self._take(link, self._receive_batches)
 

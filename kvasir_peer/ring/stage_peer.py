@@ -24,7 +24,7 @@ from kvasir_peer.ring import volunteering
 from kvasir_peer.ring.head import HeadEpoch, HeadState
 from kvasir_peer.ring.offers import layers_text
 from kvasir_peer.ring.plan import Plan, decode_plan
-from kvasir_peer.ring.stage import WELCOME_SECONDS, RingBroken, StageEpoch, StageExperts
+from kvasir_peer.ring.stage import WELCOME_SECONDS, RingBroken, StageEpoch, StageExperts, refuse
 from kvasir_peer.ring.volunteering import Orders, Report, StageFigures, StageState, Transfer
 from kvasir_peer.serving.widths import Widths
 from kvasir_peer.wire import ring
@@ -542,21 +542,15 @@ class StagePeer:
         if scope.cancelled_caught or not isinstance(hello, ring.Hello):
             raise WireError("unexpected", "a ring link must begin with a hello", peer=link.remote_peer)
         epoch = await self._epoch_for(hello)
-        refusal = None
         if epoch is None:
             current = self._plan.epoch if self._plan else 0
-            refusal = ring.Refusal(
-                "epoch", f"epoch {hello.epoch} of plan {hello.plan[:12]} is not served here, {current} is"
+            await refuse(
+                link,
+                "epoch",
+                f"epoch {hello.epoch} of plan {hello.plan[:12]} is not served here, {current} is",
             )
-        elif epoch.expected(hello.purpose) != link.remote_peer:
-            refusal = ring.Refusal(
-                "stranger", f"{link.remote_peer} may not open a {hello.purpose} link to this stage"
-            )
-        if refusal is not None or epoch is None:
-            assert refusal is not None
-            await link.send(ring.OPENING.encode(refusal))
-            raise WireError(refusal.code, refusal.reason, peer=link.remote_peer)
-        await epoch.serve(link, hello.purpose)
+        else:
+            await epoch.admit(link, hello)
 
     async def _epoch_for(self, hello: ring.Hello) -> StageEpoch | None:
         """The running epoch that a hello names; one that is about to start here is waited for."""
