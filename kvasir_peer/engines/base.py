@@ -12,19 +12,24 @@ from __future__ import annotations
 import abc
 import importlib
 import itertools
-from collections.abc import Callable, Generator, Mapping, Sequence
+import logging
+import math
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvasir_peer.engines import quants
 from kvasir_peer.errors import EngineError, UsageError
 
 if TYPE_CHECKING:
     from kvasir_peer.engines.architectures import ModelShape
     from kvasir_peer.models.gguf import TensorInfo
     from kvasir_peer.models.sources import TensorSource
+
+_log = logging.getLogger(__name__)
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
@@ -295,6 +300,59 @@ class ExpertBank(abc.ABC):
 
 
 Progress = Callable[[int, int], None]  # bytes of weights loaded so far, bytes in all
+
+
+def experts_by_layer(shape: ModelShape, ranges: Sequence[ExpertRange]) -> dict[int, list[tuple[int, int]]]:
+    """Sort ranges of experts by layer, ascending; overlapping and neighbouring ones are joined.
+
+    Raises:
+        EngineError: no range, or one that is not within its layer's experts.
+        ModelFileError: a layer without experts, or one of which the source lacks a tensor.
+    """
+    if not ranges:
+        raise EngineError("a bank needs at least one range of experts")
+    layers: dict[int, list[tuple[int, int]]] = {}
+    for index, lo, hi in sorted(ranges):
+        shape.expert_tensors(index)
+        moe = shape.layers[index].moe
+        assert moe is not None
+        if not 0 <= lo < hi <= moe.n_expert:
+            raise EngineError(f"experts [{lo}, {hi}) are not within the {moe.n_expert} of layer {index}")
+        held = layers.setdefault(index, [])
+        if held and lo <= held[-1][1]:
+            held[-1] = (held[-1][0], max(hi, held[-1][1]))
+        else:
+            held.append((lo, hi))
+    return layers
+
+
+def say_dequantised(infos: Iterable[TensorInfo], float_bytes: int = 4) -> None:
+    """Log a line for each type of matrices that are held as floats, whatever the file has.
+
+    Warnings, because they explain why a model takes several times the file's memory.
+
+    Args:
+        infos: tensors held as floats; vectors and the embedding, whose rows are taken apart one by one, count not.
+        float_bytes: bytes of such a float.
+    """
+    found: dict[str, list[int]] = {}
+    for info in infos:
+        name = quants.quant_type(info.type, info.name).name
+        if len(info.shape) < 2 or name == "F32" or info.name == "token_embd.weight":
+            continue
+        sums = found.setdefault(name, [0, 0, 0])
+        sums[0] += 1
+        sums[1] += info.n_bytes
+        sums[2] += float_bytes * math.prod(info.shape)
+    for name, (count, before, after) in found.items():
+        _log.warning(
+            "%d tensors of type %s are dequantised to float%d: %.1f MB instead of %.1f MB",
+            count,
+            name,
+            8 * float_bytes,
+            after / 1e6,
+            before / 1e6,
+        )
 
 
 class _Engine(Protocol):

@@ -12,7 +12,7 @@ Two ways, chosen for each layer by its quant types:
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from kvasir_peer.engines import quants
 from kvasir_peer.engines.architectures import EXPERT_WEIGHTS, LayerShape, ModelShape
-from kvasir_peer.engines.base import ExpertBank, ExpertRange, MemoryEstimate, Precision
+from kvasir_peer.engines.base import ExpertBank, ExpertRange, MemoryEstimate, Precision, experts_by_layer
 from kvasir_peer.engines.onnx_graph import Graph, Runtime, Session, spinning_threads
 from kvasir_peer.engines.onnx_linear import (
     Kernels,
@@ -321,30 +321,6 @@ def _expert_graph(
     return g
 
 
-def by_layer(shape: ModelShape, ranges: Sequence[ExpertRange]) -> dict[int, list[tuple[int, int]]]:
-    """Sort ranges of experts by layer, ascending; overlapping and neighbouring ones are joined.
-
-    Raises:
-        EngineError: no range, or one that is not within its layer's experts.
-        ModelFileError: a layer without experts, or one of which the source lacks a tensor.
-    """
-    if not ranges:
-        raise EngineError("a bank needs at least one range of experts")
-    layers: dict[int, list[tuple[int, int]]] = {}
-    for index, lo, hi in sorted(ranges):
-        shape.expert_tensors(index)
-        moe = shape.layers[index].moe
-        assert moe is not None
-        if not 0 <= lo < hi <= moe.n_expert:
-            raise EngineError(f"experts [{lo}, {hi}) are not within the {moe.n_expert} of layer {index}")
-        held = layers.setdefault(index, [])
-        if held and lo <= held[-1][1]:
-            held[-1] = (held[-1][0], max(hi, held[-1][1]))
-        else:
-            held.append((lo, hi))
-    return layers
-
-
 class OnnxBank(ExpertBank):
     """Experts of some layers.
 
@@ -389,7 +365,7 @@ class OnnxBank(ExpertBank):
         self._pool = ThreadPoolExecutor(runtime.threads, thread_name_prefix="expert") if spread else None
         self._calls = self._rows = self._expert_runs = self._expert_rows = 0
         self._layers: dict[int, _Experts] = {}
-        for index, held in by_layer(shape, ranges).items():
+        for index, held in experts_by_layer(shape, ranges).items():
             layer = shape.layers[index]
             types = {suffix: source.tensors[layer.name(suffix)].type for suffix in EXPERT_WEIGHTS}
             if fusible(layer, types, precision, kernels):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvasir_peer.engines import quants
 from kvasir_peer.engines.architectures import EXPERT_WEIGHTS, ModelShape, parse
 from kvasir_peer.engines.base import (
     ExpertBank,
@@ -18,9 +16,11 @@ from kvasir_peer.engines.base import (
     Precision,
     Progress,
     StackSpec,
+    experts_by_layer,
+    say_dequantised,
 )
 from kvasir_peer.engines.onnx_attention import head_width
-from kvasir_peer.engines.onnx_bank import OnnxBank, by_layer, fusible
+from kvasir_peer.engines.onnx_bank import OnnxBank, fusible
 from kvasir_peer.engines.onnx_graph import HEAP_BYTES, SESSION_BYTES, trim_heap
 from kvasir_peer.engines.onnx_linear import Kernels, container, packed_bytes
 from kvasir_peer.engines.onnx_parts import PER_HEAD_SUFFIXES, heads_of
@@ -30,8 +30,6 @@ from kvasir_peer.engines.onnx_stack import OnnxStack
 if TYPE_CHECKING:
     from kvasir_peer.models.gguf import TensorInfo
     from kvasir_peer.models.sources import TensorSource
-
-_log = logging.getLogger(__name__)
 
 
 class _Counter:
@@ -99,7 +97,7 @@ def make_bank(
     """Load experts; see :func:`kvasir_peer.engines.base.create_bank`."""
     shape = parse(source.metadata, source.tensors)
     kernels = usable_kernels(device)
-    layers = by_layer(shape, ranges)
+    layers = experts_by_layer(shape, ranges)
     names = [name for index in layers for name in shape.expert_tensors(index)]
     _say_what_is_dequantised([source.tensors[name] for name in names], precision, kernels)
     memory = _bank_memory(shape, source.tensors, ranges, max_rows, precision, kernels)
@@ -183,7 +181,7 @@ def _bank_memory(
     kernels: Kernels,
 ) -> MemoryEstimate:
     weights = workspace = 0
-    for index, held in by_layer(shape, ranges).items():
+    for index, held in experts_by_layer(shape, ranges).items():
         layer = shape.layers[index]
         moe = layer.moe
         assert moe is not None
@@ -218,23 +216,9 @@ def _workspace(shape: ModelShape, spec: StackSpec) -> int:
 
 
 def _say_what_is_dequantised(infos: list[TensorInfo], precision: Precision, kernels: Kernels) -> None:
-    """Log a line for each type that is not computed as the file has it."""
-    found: dict[str, list[int]] = {}
-    for info in infos:
-        t = quants.quant_type(info.type, info.name)
-        if len(info.shape) < 2 or t.name == "F32" or info.name == "token_embd.weight":
-            continue
-        as_float = container(info.type, precision, kernels) == "float"
-        if as_float or info.name.endswith(PER_HEAD_SUFFIXES):
-            sums = found.setdefault(t.name, [0, 0, 0])
-            sums[0] += 1
-            sums[1] += info.n_bytes
-            sums[2] += 4 * math.prod(info.shape)
-    for name, (count, before, after) in found.items():
-        _log.info(
-            "%d tensors of type %s are dequantised to float32: %.1f MB instead of %.1f MB",
-            count,
-            name,
-            after / 1e6,
-            before / 1e6,
-        )
+    """Say which types are not computed as the file has them."""
+    say_dequantised(
+        info
+        for info in infos
+        if container(info.type, precision, kernels) == "float" or info.name.endswith(PER_HEAD_SUFFIXES)
+    )

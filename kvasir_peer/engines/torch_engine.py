@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,8 +23,10 @@ from kvasir_peer.engines.base import (
     Precision,
     Progress,
     StackSpec,
+    experts_by_layer,
+    say_dequantised,
 )
-from kvasir_peer.engines.torch_experts import Experts, TorchExpertBank, by_layer
+from kvasir_peer.engines.torch_experts import Experts, TorchExpertBank
 from kvasir_peer.engines.torch_stack import TorchStack
 from kvasir_peer.engines.torch_weights import (
     PIECE_WEIGHTS,
@@ -33,6 +35,7 @@ from kvasir_peer.engines.torch_weights import (
     float_bytes,
     matrix_bytes,
     options_for,
+    stays_bytes,
 )
 from kvasir_peer.models.gguf import TensorInfo
 from kvasir_peer.models.sources import TensorSource
@@ -56,6 +59,7 @@ def make_stack(
     shape = parse(source.metadata, source.tensors)
     names = shape.stage_tensors(spec.first, spec.end)
     _use_threads(spec.threads)
+    _say_what_is_dequantised(source.tensors, names, options)
     total = sum(source.tensors[name].n_bytes for name in names)
     loader = Loader(source, options, total, progress)
     stack = TorchStack(shape, spec, options, loader, _stack_memory(shape, source.tensors, spec, options))
@@ -76,8 +80,10 @@ def make_bank(
     """Load experts; see :func:`kvasir_peer.engines.base.create_bank`."""
     options = options or options_for(device, precision)
     shape = parse(source.metadata, source.tensors)
-    layers = by_layer(shape, ranges)
+    layers = experts_by_layer(shape, ranges)
     _use_threads(threads)
+    names = [name for layer in layers for name in shape.expert_tensors(layer)]
+    _say_what_is_dequantised(source.tensors, names, options)
     estimate = _bank_memory(shape, source.tensors, layers, max_rows, options)
     loader = Loader(source, options, 0, None)
     experts = {layer: Experts(shape.layers[layer], held, loader, options) for layer, held in layers.items()}
@@ -104,7 +110,7 @@ def estimate_bank(
     """Say what :func:`make_bank` takes."""
     shape = parse(metadata, tensors)
     options = options_for(device, precision)
-    return _bank_memory(shape, tensors, by_layer(shape, ranges), max_rows, options)
+    return _bank_memory(shape, tensors, experts_by_layer(shape, ranges), max_rows, options)
 
 
 def _use_threads(threads: int) -> None:
@@ -128,6 +134,17 @@ def _weight_bytes(info: TensorInfo, key: str, options: TorchOptions) -> int:
     if key in _FLOATS:
         return float_bytes(info, options.dtype)
     return matrix_bytes(info, options)
+
+
+def _say_what_is_dequantised(
+    tensors: Mapping[str, TensorInfo], names: Iterable[str], options: TorchOptions
+) -> None:
+    """Say which types are not kept as the file has them."""
+    infos = (tensors[name] for name in names)
+    say_dequantised(
+        (info for info in infos if info.name.endswith(tuple(_FLOATS)) or not stays_bytes(info, options)),
+        options.dtype.itemsize,
+    )
 
 
 def _stack_memory(

@@ -261,27 +261,3 @@ class TorchExpertBank(ExpertBank):
 
     def close(self) -> None:
         self._experts.clear()
-
-
-def by_layer(shape: ModelShape, ranges: Sequence[ExpertRange]) -> dict[int, list[tuple[int, int]]]:
-    """Sort ranges of experts by layer, ascending; overlapping ones are joined.
-
-    Raises:
-        EngineError: no range, or a range that is not within its layer's experts.
-        ModelFileError: a layer without experts, or one of which the source lacks a tensor.
-    """
-    if not ranges:
-        raise EngineError("a bank needs at least one range of experts")
-    layers: dict[int, list[tuple[int, int]]] = {}
-    for layer, lo, hi in sorted(ranges):
-        shape.expert_tensors(layer)
-        moe = shape.layers[layer].moe
-        assert moe is not None
-        if not 0 <= lo < hi <= moe.n_expert:
-            raise EngineError(f"experts [{lo}, {hi}) are not in layer {layer}, which has {moe.n_expert}")
-        held = layers.setdefault(layer, [])
-        if held and lo <= held[-1][1]:
-            held[-1] = (held[-1][0], max(hi, held[-1][1]))
-        else:
-            held.append((lo, hi))
-    return layers

@@ -40,7 +40,7 @@ _STRING, _ARRAY, _UINT32 = 8, 9, 4
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 # Where a type's blocks keep what is proportional to the weights: byte offsets of float16 numbers.
-_SCALES: Mapping[str, tuple[int, ...]] = {
+FLOAT16_SCALES: Mapping[str, tuple[int, ...]] = {
     "Q4_0": (0,),
     "Q4_1": (0, 2),
     "Q5_0": (0,),
@@ -124,9 +124,9 @@ def _scaled(raw: Raw, type_name: str, factor: int) -> Raw:
         exponents = out[..., 0].astype(np.int32) + (factor.bit_length() - 1)
         finite = bool((exponents <= 254).all())
         out[..., 0] = exponents.astype(np.uint8)
-    elif type_name in _SCALES:
+    elif type_name in FLOAT16_SCALES:
         finite = True
-        for offset in _SCALES[type_name]:
+        for offset in FLOAT16_SCALES[type_name]:
             scales = np.ascontiguousarray(out[..., offset : offset + 2]).view(np.float16)
             with np.errstate(over="ignore"):  # looked for below
                 scales = scales * np.float16(factor)
