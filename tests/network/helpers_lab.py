@@ -170,6 +170,16 @@ class Lab:
         for router in (home, other):
             _nft(self.namespace(f"router{router.number}"), "flush chain ip home cut\n")
 
+    def move(self, machine: str, home: Home, address: str) -> None:
+        """Take a machine to another home, as somebody does who goes from Wi-Fi to a mobile network.
+
+        Its old interface disappears without a word to anybody; nothing closes its connections.
+        """
+        name = self.namespace(machine)
+        _run("ip", "-n", name, "link", "delete", "eth0")
+        self._wire(machine, "eth0", f"lan{home.number}", f"moved-{machine}", address)
+        _run("ip", "-n", name, "route", "add", "default", "via", f"192.168.{home.number}.1")
+
     def _add(self, machine: str) -> str:
         name = self.namespace(machine)
         _run("ip", "netns", "add", name)

@@ -61,7 +61,7 @@ class LabPeer:
         self.peer_id: str = self._answer()["peer"]
 
     def ask(self, word: str, other: LabPeer) -> dict[str, Any]:
-        """The answer to one command about another peer."""
+        """The answer to one command about another peer, which must not fail."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({word: other.peer_id}) + "\n")
         self._process.stdin.flush()

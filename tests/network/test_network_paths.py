@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,17 @@ def test_links_become_direct_where_they_can_and_no_frame_is_lost_or_repeated(
         assert state["path_changes"] >= 2 and state["round_trip_p50"] is not None
         for conversation in (through_holes, never_direct, at_home):
             conversation.stop()
+
+
+def test_a_live_link_goes_on_within_fifteen_seconds_of_a_change_of_network(
+    network: Lab, relay: str, tmp_path: Path
+) -> None:
+    with peers(network, relay, "ae", tmp_path) as found:
+        a, e = found["a"], found["e"]
+        conversation = Conversation(a, e)
+        conversation.go_on()
+        network.move("e", HOME_C, "192.168.30.77")
+        began = time.monotonic()
+        conversation.go_on()
+        assert time.monotonic() - began < 15
+        conversation.stop()
