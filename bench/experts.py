@@ -1,6 +1,6 @@
 """What sharing experts costs and gives: ``python bench/experts.py [--quick] [--volunteers 0 1 2 4 8]``.
 
-A coordinator whose own experts are slow (a floor for each row and expert), and volunteers that are as slow; their answers
+A coordinator whose own experts are slow (a floor for each row and expert), and volunteers that are as slow; answers
 come 2 x 20 ms later than they are computed. Everything runs on loopback; engines are processes of their own, and wait
 more than they compute, so a small machine can hold many. Rows: volunteers, tokens a second, times the lone
 coordinator's, share of linear.
@@ -144,7 +144,7 @@ async def measure(count: int, seconds: float) -> tuple[float, dict[str, float]]:
         )
         dispatcher.follow(current.value)
         with trio.fail_after(30):
-            while not all(w.proven for w in dispatcher.statistics().workers):
+            while not all(w.proven for w in dispatcher.statistics().workers):  # noqa: ASYNC110
                 await trio.sleep(0.05)
         coordinator = Coordinator(engine, Widths(256, ROWS, 8, STREAMS, 256, 0), tell, dispatcher)
         nursery.start_soon(coordinator.run)
