@@ -130,6 +130,8 @@ class Connection:
         self.tickers: set[Callable[[float], None]] = set()
         self.ready = trio.Event()
         self.closed = trio.Event()
+        self._over = False  # as closed, for the code that asks for each message
+        self._agreed = False  # as ready, until the end
         self.reason = ""
         self.opened_at = self.heard_at = trio.current_time()
         self.round_trips: deque[float] = deque(maxlen=ROUND_TRIPS_KEPT)
@@ -246,28 +248,28 @@ class Connection:
     # --- for the carrier -------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
-        if self._carrier is not None and not self.closed.is_set():
+        if self._carrier is not None and not self._over:
             self._carrier.wake()
 
     def urgency(self) -> int | None:
         """Class of what would be sent next, or None when there is nothing."""
-        if self.closed.is_set():
+        if self._over:
             return None
         if self._pending:
             return 0
-        return self.mux.urgency() if self.ready.is_set() else None
+        return self.mux.urgency() if self._agreed else None
 
     def pull(self, room: memoryview) -> int:
         """Write one encrypted message into ``room``; returns its size, 0 when there is nothing or no room."""
         global _depth
-        if len(room) < LEAST_ROOM_BYTES or self.closed.is_set():
+        if len(room) < LEAST_ROOM_BYTES or self._over:
             return 0
         limit = min(len(room) - OVERHEAD, MAX_PLAINTEXT_BYTES)
         if self._pending:
             self.mux.exhausted = False
             plain = memoryview(bytes(self._pending[:limit]))
             del self._pending[: len(plain)]
-        elif self.ready.is_set():
+        elif self._agreed:
             # A circuit inside a connection pulls inside the outer pull: each depth has a buffer of its own.
             buffer = _plain_buffers[_depth]
             _depth += 1
@@ -292,7 +294,7 @@ class Connection:
         self.heard_at = trio.current_time()
         position, size = 0, len(data)
         try:
-            while size - position >= 2 and not self.closed.is_set():
+            while size - position >= 2 and not self._over:
                 end = position + 2 + (data[position] << 8 | data[position + 1])
                 if end > size:
                     break
@@ -334,6 +336,7 @@ class Connection:
         if self.closed.is_set():
             return
         self.reason = reason
+        self._over = True
         self.closed.set()
         self.ready.set()
         carrier, self._carrier = self._carrier, None
@@ -367,6 +370,7 @@ class Connection:
             else:
                 self._pending += multistream.encode(yamux.PROTOCOL)
             self._negotiation = None
+            self._agreed = True
             self.ready.set()
             self.mux.ping(trio.current_time())
             if self._on_ready is not None:

@@ -85,3 +85,42 @@ async def _wait(wait: object, sock: socket.socket) -> None:
         await wait(sock)  # type: ignore[operator]
     except (trio.ClosedResourceError, OSError) as error:
         raise LinkError("the connection was closed") from error
+
+
+class Waiter:
+    """Where tasks wait to be woken; quick where it is one task, as it nearly always is."""
+
+    __slots__ = ("_others", "_task")
+
+    def __init__(self) -> None:
+        self._task: trio.lowlevel.Task | None = None
+        self._others: trio.lowlevel.ParkingLot | None = None
+
+    async def park(self) -> None:
+        """Wait to be woken."""
+        if self._task is None:
+            self._task = trio.lowlevel.current_task()
+            await trio.lowlevel.wait_task_rescheduled(self._cancelled)
+        else:
+            if self._others is None:
+                self._others = trio.lowlevel.ParkingLot()
+            await self._others.park()
+
+    def _cancelled(self, _: object) -> trio.lowlevel.Abort:
+        self._task = None
+        return trio.lowlevel.Abort.SUCCEEDED
+
+    def unpark(self) -> None:
+        """Wake one task."""
+        task = self._task
+        if task is not None:
+            self._task = None
+            trio.lowlevel.reschedule(task)
+        elif self._others is not None:
+            self._others.unpark()
+
+    def unpark_all(self) -> None:
+        """Wake all tasks."""
+        self.unpark()
+        if self._others is not None:
+            self._others.unpark_all()

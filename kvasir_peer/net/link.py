@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from kvasir_peer.errors import LinkError, WireError
-from kvasir_peer.net.duplex import receive_exactly
+from kvasir_peer.net.duplex import Waiter, receive_exactly
 from kvasir_peer.net.framing import (
     HEAD,
     HEAD_BYTES,
@@ -151,14 +151,14 @@ class Link:
         self._outgoing: tuple[deque[OutgoingFrame], ...] = tuple(deque() for _ in range(CLASSES))
         self._own: deque[bytes] = deque()
         self._queued = [0] * CLASSES
-        self._senders = tuple(trio.lowlevel.ParkingLot() for _ in range(CLASSES))
+        self._senders = tuple(Waiter() for _ in range(CLASSES))
         self._kept: deque[OutgoingFrame] = deque()
         self._kept_bytes = 0
         self._frames_out = 0  # whole on the wire
         self._frames_acknowledged = 0
         # Receiving.
         self._incoming: tuple[deque[memoryview], ...] = tuple(deque() for _ in range(CLASSES))
-        self._receivers = trio.lowlevel.ParkingLot()
+        self._receivers = Waiter()
         self._unread = 0
         self._unread_bytes = 0
         self._withheld = 0
@@ -171,6 +171,7 @@ class Link:
         self._error: str | None = None
         self._closed = False
         self._end_received = False
+        self._shut = False  # any of the three
         self._told = False
         self._sent = [0, 0]
         self._received_bytes = 0
@@ -195,7 +196,7 @@ class Link:
     @property
     def closed(self) -> bool:
         """Whether nothing can be sent any more."""
-        return self._closed or self._error is not None or self._end_received
+        return self._shut
 
     async def send(self, frame: Buffer | Sequence[Buffer], priority: Priority = Priority.CONTROL) -> None:
         """Queue one frame; several buffers become one frame.
@@ -206,9 +207,9 @@ class Link:
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         cls = int(priority)
-        while self._queued[cls] >= QUEUED_BYTES and not self.closed:
+        while self._queued[cls] >= QUEUED_BYTES and not self._shut:
             await self._senders[cls].park()
-        if self.closed:
+        if self._shut:
             raise LinkError(self._error or "the link is closed", peer=self.remote_peer)
         if isinstance(frame, bytes):
             views = [memoryview(frame)]
@@ -262,7 +263,7 @@ class Link:
     def close(self) -> None:
         """As :meth:`aclose`, without waiting."""
         if not self._closed:
-            self._closed = True
+            self._closed = self._shut = True
             if self._stream is not None:
                 self._stream.close()
             self._wake_all()
@@ -329,6 +330,7 @@ class Link:
         """End the link at once, in both directions."""
         if self._error is None:
             self._error = reason
+            self._shut = True
             for cls in range(CLASSES):
                 self._outgoing[cls].clear()
                 self._queued[cls] = 0
@@ -592,7 +594,7 @@ class Link:
                     return
             self.fail(f"the link to {self.remote_peer} was lost: {reason}")
         elif not self._end_received:
-            self._end_received = True
+            self._end_received = self._shut = True
             if stream is not None:
                 stream.finish()
             self._wake_all()

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import re
 
 from cryptography.exceptions import InvalidTag
 from google.protobuf.message import DecodeError
@@ -95,7 +96,8 @@ def check_version(version: str | None = None) -> str:
         ImportError: it is one whose handshake internals nobody has looked at.
     """
     version = version or importlib.metadata.version("libp2p")
-    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    numbers = tuple(int(part or 0) for part in found.groups()) if found else ()
     if not KNOWN_VERSIONS[0] <= numbers < KNOWN_VERSIONS[1]:
         raise ImportError(
             f"libp2p {version} is installed, but the transport is built on 0.8.1 or later 0.8: install that"

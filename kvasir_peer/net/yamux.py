@@ -26,6 +26,7 @@ from typing import Protocol
 import trio
 
 from kvasir_peer.errors import LinkError, WireError
+from kvasir_peer.net.duplex import Waiter
 
 PROTOCOL = "/yamux/1.0.0"
 
@@ -131,8 +132,8 @@ class MuxedStream:
         self._buffered = 0
         self._out: deque[memoryview] = deque()
         self._out_bytes = 0
-        self._readers = trio.lowlevel.ParkingLot()
-        self._writers = trio.lowlevel.ParkingLot()
+        self._readers = Waiter()
+        self._writers = Waiter()
         self._sink: Callable[[memoryview], None] | None = None
         self._on_end: Callable[[str], None] | None = None
         self._source: Source | None = None

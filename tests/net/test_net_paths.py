@@ -95,7 +95,7 @@ async def traffic(a: Node, b: Node) -> AsyncIterator[tuple[Link, Link]]:
                 nursery.start_soon(side.receive)
             yield near, ends[0]
             here.stop = there.stop = True
-    assert sum(here.received) > 50 and sum(there.received) > 50
+    assert sum(here.received) > 10 and sum(there.received) > 10
     done.set()
 
 
