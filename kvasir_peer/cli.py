@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvasir_peer import __version__
+from kvasir_peer.commands.terminal import printable
 from kvasir_peer.errors import KvasirError
 
 PROGRAM: Final = "kvasir-peer"
@@ -42,6 +43,7 @@ COMMANDS: Final = (
     ("status", "kvasir_peer.commands.status:show_status", "Show what this machine is in its swarm."),
     ("id", "kvasir_peer.commands.id:show_id", "Show this peer's id."),
     ("doctor", "kvasir_peer.commands.doctor:examine", "Check what this machine can do."),
+    ("bench", "kvasir_peer.commands.bench:measure", "Measure how fast this machine computes."),
 )
 MODEL_COMMANDS: Final = (
     ("list", "kvasir_peer.commands.models:list_models", "List the models whose weights are on disk."),
@@ -56,7 +58,8 @@ MODEL_COMMANDS: Final = (
 
 
 def _say(message: str) -> None:
-    print(f"{PROGRAM}: {' '.join(message.split())}", file=sys.stderr)
+    # What another peer has said may be in it.
+    print(f"{PROGRAM}: {printable(' '.join(message.split()))}", file=sys.stderr)
 
 
 def _expected(group: BaseExceptionGroup[BaseException]) -> KvasirError | None:

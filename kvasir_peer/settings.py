@@ -700,7 +700,8 @@ def load(
             try:
                 values[name] = setting.metadata["kind"].parse(value)
             except ValueError as error:
-                shown = "" if name in ("api_keys", "secret", "ticket") else f"{value!r} is wrong: "
+                given = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
+                shown = "" if name in ("api_keys", "secret", "ticket") else f"{given!r} is wrong: "
                 raise SettingsError(f"{source}: {shown}{error}") from None
             break
     settings = cls(home=home, **values)

@@ -10,14 +10,17 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import math
 from collections.abc import Collection, Iterable
 
+import trio
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvasir_peer.api.errors import ApiError
 
 MAX_BODY_BYTES = 4 << 20  # a prompt of 128 Ki tokens is some 600 KB of text
+BODY_SECONDS = 60.0  # for a body to be there whole; a place is not held for what comes in drops
 # What needs no key: whether the server lives, and the dashboard's own files, which hold nothing of the swarm. A
 # browser cannot send a key with an address that is typed in; the page asks for one, and sends it with all it reads.
 OPEN_PATHS = frozenset(
@@ -44,6 +47,18 @@ class BodyTooLarge(ApiError):
         )
 
 
+class BodyTooSlow(ApiError):
+    """The request's body did not come in time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(
+            f"the request's body was not there within {seconds:.0f} s",
+            status=408,
+            code="request_timeout",
+            headers={"Connection": "close"},
+        )
+
+
 class Guards:
     """ASGI middleware that refuses what should reach no route.
 
@@ -52,6 +67,7 @@ class Guards:
         keys: bearer keys, one of which a client must send; none needed if empty.
         hosts: names that the ``Host`` header may have besides loopback's; None allows all.
         max_body: bytes of a request's body.
+        body_seconds: time in which it has to come.
     """
 
     def __init__(
@@ -61,12 +77,14 @@ class Guards:
         keys: Iterable[str] = (),
         hosts: Collection[str] | None = (),
         max_body: int = MAX_BODY_BYTES,
+        body_seconds: float = BODY_SECONDS,
     ) -> None:
         self._app = app
         # Digests are of one length, so that comparing tells nothing of a key's length either.
         self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
         self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
         self._max_body = max_body
+        self._body_seconds = body_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -121,16 +139,25 @@ class Guards:
         return scheme.lower() == "bearer" and any(known)
 
     def _limited(self, receive: Receive) -> Receive:
-        """Count the body as it comes, for senders that announce no length or a false one."""
+        """Count and time the body as it comes, for senders that announce no length or a false one, or dawdle."""
         received = 0
+        deadline: float | None = None  # from the first wait on; infinite once the body is there
 
         async def limited() -> Message:
-            nonlocal received
-            message = await receive()
+            nonlocal received, deadline
+            message: Message | None = None
+            if deadline is None:
+                deadline = trio.current_time() + self._body_seconds
+            with trio.CancelScope(deadline=deadline):
+                message = await receive()
+            if message is None:
+                raise BodyTooSlow(self._body_seconds)
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
                 if received > self._max_body:
                     raise BodyTooLarge(self._max_body)
+                if not message.get("more_body", False):
+                    deadline = math.inf
             return message
 
         return limited

@@ -14,6 +14,7 @@ from cyclopts import Parameter
 from kvasir_peer import running, settings
 from kvasir_peer.commands import answers
 from kvasir_peer.commands.common import HomeFlag
+from kvasir_peer.commands.terminal import printable
 from kvasir_peer.errors import BusyError, KvasirError, LinkError, NotReadyError, UsageError
 
 if TYPE_CHECKING:
@@ -51,9 +52,9 @@ class Conversation:
             for event in self._answer(asked):
                 if isinstance(event, answers.Text):
                     said.append(event.text)
-                    print(event.text, end="", flush=True)
+                    print(printable(event.text), end="", flush=True)
                 elif isinstance(event, answers.Remark):
-                    print(f"[{event.text}]", file=sys.stderr, flush=True)
+                    print(f"[{printable(event.text)}]", file=sys.stderr, flush=True)
                 elif isinstance(event, answers.End) and event.reason == "length":
                     print(" […]", end="")
         except KeyboardInterrupt:
@@ -74,7 +75,11 @@ class Conversation:
             except (NotReadyError, BusyError) as error:
                 if time.monotonic() + error.retry_after > give_up:
                     raise
-                print(f"[{error}; asking again in {error.retry_after:g} s]", file=sys.stderr, flush=True)
+                print(
+                    f"[{printable(str(error))}; asking again in {error.retry_after:g} s]",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 time.sleep(error.retry_after)
             else:
                 return
@@ -172,7 +177,7 @@ def _talk(conversation: Conversation, model: str) -> int:
     if terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 - gives input() a history and line editing
-        print(f"{model}. {HELP}", file=sys.stderr)
+        print(f"{printable(model)}. {HELP}", file=sys.stderr)
     while True:
         try:
             line = input("> " if terminal else "").strip()
@@ -195,4 +200,4 @@ def _talk(conversation: Conversation, model: str) -> int:
             except KvasirError as error:
                 if not terminal:
                     raise
-                print(f"[{error}]", file=sys.stderr)
+                print(f"[{printable(str(error))}]", file=sys.stderr)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from kvasir_peer import settings
+from kvasir_peer.commands.terminal import PrintableFormatter, printable
 from kvasir_peer.progress import Progress
 
 if TYPE_CHECKING:
@@ -105,9 +106,9 @@ def with_settings(cls: type[settings.Settings]) -> Callable[[Callable[..., Any]]
 
 def start_logging(level: str) -> None:
     """Write this program's log to standard error; other libraries' from warnings on."""
-    logging.basicConfig(
-        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     for name in ("kvasir_peer", "kvasir_relay"):
         logging.getLogger(name).setLevel(level.upper())
 
@@ -140,7 +141,7 @@ class Reporter:
             return
         self._last, self._last_time = key, now
         if not self._json:
-            print(self._prefix + progress.line(), file=sys.stderr, flush=True)
+            print(self._prefix + printable(progress.line()), file=sys.stderr, flush=True)
         if self._also is not None:
             self._also(progress)
 

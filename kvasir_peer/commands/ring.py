@@ -15,6 +15,7 @@ from kvasir_peer import running, settings
 from kvasir_peer.commands import answers
 from kvasir_peer.commands.chat import CONNECT_SECONDS, DEFAULT_URL
 from kvasir_peer.commands.common import HomeFlag
+from kvasir_peer.commands.terminal import printable_json
 from kvasir_peer.errors import LinkError, NotReadyError, UsageError
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class Bridge:
 
     def _parsed(self, got: httpx.Response) -> Any:
         try:
-            return got.json()
+            return printable_json(got.json())
         except ValueError:
             raise LinkError(
                 f"{self.client.base_url} does not answer as a bridge: check the address"

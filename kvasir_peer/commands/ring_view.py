@@ -79,7 +79,7 @@ def view(
     ring: Ring, timeline: Mapping[str, Any], *, seconds: float, width: int, blocks: str = BLOCKS
 ) -> RenderableType:
     """Everything, for ``width`` columns."""
-    parts: list[RenderableType] = [_head(ring), _words(ring), Text()]
+    parts: list[RenderableType] = [*_head(ring, width), _words(ring), Text()]
     if ring["stages"]:
         parts += [_stages(ring, blocks, width), Text()]
     parts += [_other(other) for other in ring["others"]]
@@ -88,7 +88,7 @@ def view(
     return Group(*parts)
 
 
-def _head(ring: Ring) -> Text:
+def _head(ring: Ring, width: int) -> list[RenderableType]:
     window, requests = ring["window"], ring["requests"]
     head = Text.assemble(
         (ring["model"], "bold"), "  ", (ring["state"], STATE_STYLE.get(ring["state"], "bold yellow"))
@@ -96,11 +96,14 @@ def _head(ring: Ring) -> Text:
     if ring["epoch"]:
         head.append(f"  epoch {ring['epoch']}", "dim")
     if ring["state"] == "serving":
-        head.append(
-            f"   {window['tokens_per_second']:.1f} tokens/s   {requests['active']} under way   "
+        figures = (
+            f"{window['tokens_per_second']:.1f} tokens/s   {requests['active']} under way   "
             f"{window['in_flight']} in flight   {_time(window['round_trip_ms'])} around"
         )
-    return head
+        if len(head) + 3 + len(figures) > width:
+            return [head, Text(figures)]
+        head.append(f"   {figures}")
+    return [head]
 
 
 def _words(ring: Ring) -> Text:

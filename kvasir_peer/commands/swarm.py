@@ -20,6 +20,7 @@ from cyclopts import Parameter
 
 from kvasir_peer.commands import answers
 from kvasir_peer.commands.common import INTERRUPTED, Reporter, run_until_stopped, start_logging, with_settings
+from kvasir_peer.commands.terminal import printable
 from kvasir_peer.errors import BusyError, LinkError, NotReadyError, SettingsError, UsageError
 from kvasir_peer.progress import Progress
 from kvasir_peer.settings import SwarmSettings
@@ -64,7 +65,7 @@ def run_swarm(
     start_logging(settings.log)
     if max_tokens < 1:
         raise SettingsError(f"--max-tokens {max_tokens}: give 1 or more")
-    _check_model(settings.model)
+    _check_model(settings.model, settings.stages)
     if prompt is None and not serve:
         prompt = QUESTION
     with _home(given_home) as home:
@@ -77,15 +78,19 @@ def run_swarm(
     return INTERRUPTED if stopped and not serve else 0
 
 
-def _check_model(model: str) -> None:
-    """Refuse a file that no stage could serve before anything is started."""
+def _check_model(model: str, stages: int) -> None:
+    """Refuse a file that these stages could not serve before anything is started."""
     if model.startswith("https://"):
         return
-    from kvasir_peer.engines import architectures
     from kvasir_peer.models.gguf import GgufFile
+    from kvasir_peer.roles.served_model import shape_of
 
     with GgufFile.open(Path(model).expanduser()) as file:
-        architectures.parse(file.metadata, file.tensors)
+        layers = shape_of(model, file.metadata, file.tensors).n_layer
+    if stages > layers:
+        raise SettingsError(
+            f"--stages {stages}: the model has {layers} layers, and a stage needs one or more"
+        )
 
 
 @contextmanager
@@ -308,7 +313,7 @@ class Swarm:
                             measured.last_token = time.monotonic() - began
                             measured.first_token = measured.first_token or measured.last_token
                             if show:
-                                print(event.text, end="", flush=True)
+                                print(printable(event.text), end="", flush=True)
                         elif isinstance(event, answers.Usage):
                             measured.prompt_tokens = event.prompt_tokens
                             measured.completion_tokens = event.completion_tokens

@@ -427,7 +427,10 @@ def _parse(cursor: _Cursor) -> GgufHeader:
         (n_tensors, MAX_TENSORS, _MIN_TENSOR_BYTES, "tensors"),
     ):
         if count > limit or count * least > cursor.file_size:
-            raise ModelFileError(f"{where}: damaged: the header claims {count:,} {what}")
+            raise ModelFileError(
+                f"{where}: truncated or damaged: the header claims {count:,} {what}, "
+                f"the file has {cursor.file_size:,} bytes; get the file again"
+            )
 
     metadata: dict[str, object] = {}
     for index in range(n_keys):

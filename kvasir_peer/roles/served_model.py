@@ -12,7 +12,7 @@ import trio
 
 from kvasir_peer.agent.chunk_transfer import ChunkBytes
 from kvasir_peer.engines.architectures import ModelShape, parse
-from kvasir_peer.errors import UsageError
+from kvasir_peer.errors import ModelFileError, UsageError
 from kvasir_peer.models.chat_template import ChatTemplate
 from kvasir_peer.models.gguf import GgufFile, TensorInfo
 from kvasir_peer.models.manifest import Manifest
@@ -68,6 +68,18 @@ def client_name(model: str) -> str:
     return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", Path(file).name, flags=re.IGNORECASE)
 
 
+def shape_of(model: str, metadata: Mapping[str, object], tensors: Mapping[str, TensorInfo]) -> ModelShape:
+    """Sizes of a model.
+
+    Raises:
+        ModelFileError: no engine computes it; names the file.
+    """
+    try:
+        return parse(metadata, tensors)
+    except ModelFileError as error:
+        raise ModelFileError(f"{model}: {error}") from None
+
+
 async def open_model(model: str, name: str, state: Path, report: Report) -> BridgeModel:
     """Open a GGUF by path or https address; the long part (hashing) runs in a thread and reports.
 
@@ -93,10 +105,10 @@ async def open_model(model: str, name: str, state: Path, report: Report) -> Brid
         gguf = await trio.to_thread.run_sync(lambda: GgufFile.open(Path(model).expanduser()))
         metadata, tensors = gguf.metadata, gguf.tensors
         # An architecture that nobody here can compute is refused before the long work.
-        parse(metadata, tensors)
+        shape_of(model, metadata, tensors)
         manifest = await trio.to_thread.run_sync(lambda: cached_manifest(gguf, state, progress=progress))
         chunks = ChunkSource(gguf, manifest)
-    shape = parse(metadata, tensors)
+    shape = shape_of(model, metadata, tensors)
     tokenizer = await trio.to_thread.run_sync(Tokenizer.from_gguf, metadata)
     template = await trio.to_thread.run_sync(ChatTemplate.from_gguf, metadata)
     report(
