@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import numpy as np
 import synthetic
+import torch_device
 from llama_batches import LlamaBatches
 
 from kvasir_peer.engines import quants
@@ -49,6 +50,10 @@ GOALS = {
 PREFILL_GOAL = 1.2
 BANDWIDTH_GOAL = 0.6
 OVERHEAD_GOAL = 0.05
+LOADING_GOAL = 1.0  # seconds for 100 MB
+# The torch engine on a GPU at batch 1: bytes of the file that a step needs, against copying within the card's memory.
+BATCHED_GOAL, FUSED_GOAL = 0.1, 0.5
+READ_BYTES = 256 << 20  # far over any cache
 
 
 @dataclass
@@ -56,11 +61,23 @@ class Row:
     """One line of the table."""
 
     name: str
-    value: float
+    value: float | None
     unit: str
-    goal: float
-    holds: bool
+    goal: float | None
+    holds: bool | None
     remark: str
+
+    def as_json(self) -> dict[str, object]:
+        """What is kept: no goal and no verdict where nothing was run."""
+        value = "not run" if self.value is None else round(self.value, 4)
+        row = {"name": self.name, "value": value, "unit": self.unit, "goal": self.goal, "holds": self.holds}
+        return row | {"remark": self.remark}
+
+    def __str__(self) -> str:
+        value = "not run" if self.value is None else f"{self.value:.2f}"
+        goal = "" if self.goal is None else f"goal {self.goal:.2f}"
+        verdict = "holds" if self.holds else "?" if self.holds is None or "only" in self.remark else "MISSED"
+        return f"{self.name:46} {value:>7} {self.unit:18} {goal:9}  {verdict:6}  {self.remark}"
 
 
 # ------------------------------------------------------------------------------------------------ samples
@@ -227,45 +244,93 @@ def overhead(name: str, stack: LayerStack) -> Row:
     )
 
 
-def bandwidth(threads: int) -> float:
-    """Bytes a second that this machine reads from memory, by the best of several plain sums."""
-    data = np.ones(48 << 20, np.float64)  # 400 MB, far over any cache
-    pieces = np.array_split(data, threads * 4)
-    best = 0.0
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(6):
-            begin = time.perf_counter()
-            list(pool.map(np.max, pieces))
-            best = max(best, data.nbytes / (time.perf_counter() - begin))
-    return best
-
-
 def one_expert(path: Path, threads: int, rounds: int) -> Row:
-    """One expert of the Qwen3 shape, one row, its weights not in any cache."""
+    """One expert of the Qwen3 shape, one row, its weights not in any cache; by turns with plain reading."""
     with GgufSource(path) as source:
         n = synthetic.EXPERTS
         bank = create_bank("onnx", source, [(0, 0, n)], max_rows=1, threads=threads)
     rng = np.random.default_rng(0)
     x = rng.standard_normal((1, synthetic.WIDTH)).astype(np.float32)
     weights = np.ones((1, 1), np.float32)
-    samples = Samples.none()
-
+    samples, reads = Samples.none(), Samples.none()
+    reader = Reader(threads)
     for _ in range(rounds):
         for expert in rng.permutation(n).tolist():
             ids = np.array([[expert]], np.int32)
             samples.take(lambda ids=ids: bank.compute(0, x, ids, weights), threads)  # type: ignore[misc]
+        for _ in range(4):
+            reads.take(reader.read, threads)
     bank.close()
-    seconds, clean = samples.best()
+    reader.close()
+    (seconds, clean), (read_seconds, _) = samples.best(), reads.best()
     kind = quants.BY_NAME["Q4_0"]
     n_bytes = 3 * synthetic.EXPERT_WIDTH * quants.row_bytes(kind.id, synthetic.WIDTH)
-    of_machine = bandwidth(threads)
+    of_machine = reader.n_bytes / read_seconds
     share = n_bytes / seconds / of_machine
+    best = n_bytes / min(samples.all) / (reader.n_bytes / min(reads.all))
     remark = (
         f"{seconds * 1e6:.0f} us ({clean}), {n_bytes / seconds / 1e9:.1f} of {of_machine / 1e9:.1f} GB/s; "
-        "counts the file's bytes"
+        f"counts the file's bytes; best by best {best:.2f}"
     )
-    holds = samples.enough and share >= BANDWIDTH_GOAL
+    holds = samples.enough and reads.enough and share >= BANDWIDTH_GOAL
     return Row("one expert, 1 row, Q4_0", share, "of read bandwidth", BANDWIDTH_GOAL, holds, remark)
+
+
+def loading(path: Path, threads: int) -> Row:
+    """Seconds that loading 100 MB of weights takes: a whole small model."""
+    samples = Samples.none()
+    with GgufSource(path) as source:
+        n_bytes = sum(info.n_bytes for info in source.tensors.values())
+        n_layer = next(int(str(v)) for k, v in source.metadata.items() if k.endswith(".block_count"))
+        spec = StackSpec(0, n_layer, 1, 512, 64, threads=threads)
+        for _ in range(4):
+            samples.take(lambda: create_stack("onnx", source, spec).close(), threads)
+    seconds = min(samples.clean or samples.all)
+    seconds *= 100e6 / n_bytes
+    remark = f"best of {len(samples.all)}, of {n_bytes / 1e6:.0f} MB"
+    holds = bool(samples.clean) and seconds <= LOADING_GOAL
+    return Row("loading 100 MB, SmolLM2 Q4_1", seconds, "s", LOADING_GOAL, holds, remark)
+
+
+def on_a_gpu(path: Path | None, device: str, steps: int) -> list[Row]:
+    """The torch engine on the Q4_0 layers; without a device the rows say why they were not run."""
+    ways = (("batched dequantisation", False, BATCHED_GOAL), ("fused kernel", True, FUSED_GOAL))
+    rows = []
+    copies = torch_device.copy_bandwidth(device) if path else 0.0
+    for how, fused, goal in ways:
+        name = f"torch on a GPU, Q4_0, {how}"
+        if path is None:
+            reason = torch_device.missing()
+            rows.append(Row(f"{name}, batch 1", None, "of copy bandwidth", goal, None, reason))
+            works = [f"decode, batch {batch}" for batch in (1, 4, 16)] + [f"prefill of {PREFILL}"]
+            rows += [Row(f"{name}, {work}", None, "tokens/s", None, None, reason) for work in works]
+            continue
+        found = torch_device.measure(path, device, PREFILL, fused=fused, steps=steps)
+        share = found.useful / copies
+        remark = f"{found.useful / 1e9:.1f} of {copies / 1e9:.1f} GB/s"
+        rows.append(Row(f"{name}, batch 1", share, "of copy bandwidth", goal, share >= goal, remark))
+        works = {f"decode, batch {batch}": rate for batch, rate in found.decode.items()}
+        works[f"prefill of {PREFILL}"] = found.prefill
+        rows += [Row(f"{name}, {work}", rate, "tokens/s", None, None, "") for work, rate in works.items()]
+    return rows
+
+
+class Reader:
+    """Reads a large array, as fast as the machine can."""
+
+    def __init__(self, threads: int) -> None:
+        self._data = np.ones(READ_BYTES // 8, np.float64)
+        self._pieces = np.array_split(self._data, threads)
+        self._pool = ThreadPoolExecutor(threads)
+        self.n_bytes = self._data.nbytes
+
+    def read(self) -> None:
+        """Read all of it once."""
+        list(self._pool.map(np.max, self._pieces))
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()
 
 
 def main() -> None:
@@ -275,19 +340,25 @@ def main() -> None:
     parser.add_argument("--spin", action="store_true", help="let threads wait spinning, as llama.cpp's do")
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--model", type=Path, help="SmolLM2-135M-Instruct Q4_1; left out without it")
-    parser.add_argument("--only", action="append", help="a part: smollm2, Q4_0, Q8_0, Q4_K_M, expert")
+    parser.add_argument("--only", action="append", help="a part: smollm2, Q4_0, Q8_0, Q4_K_M, expert, gpu")
+    parser.add_argument("--torch-device", default="", help="where the part gpu runs, instead of on a GPU")
     options = parser.parse_args()
     if options.spin:
         os.environ["KVASIR_ENGINE_SPIN"] = str(options.threads)
     blocks, each, layers = (4, 8, 2) if options.quick else (8, 12, 4)
-    parts = options.only or ["smollm2", "Q4_0", "Q8_0", "Q4_K_M", "expert"]
+    parts = options.only or ["smollm2", "Q4_0", "Q8_0", "Q4_K_M", "expert", "gpu"]
     rows: list[Row] = []
     print(f"{options.threads} threads, load {os.getloadavg()[0]:.1f}", flush=True)
     if "smollm2" in parts and options.model:
+        rows.append(loading(options.model, options.threads))
         rows += compare("SmolLM2 Q4_1", options.model, options.threads, blocks, each)
+    gpu = options.torch_device or ("" if torch_device.missing() else "cuda")
+    if "gpu" in parts and not gpu:
+        rows += on_a_gpu(None, "", 0)
     with tempfile.TemporaryDirectory() as folder:
         for kind in ("Q4_0", "Q8_0", "Q4_K_M"):
-            if kind not in parts and not (kind == "Q4_0" and "expert" in parts):
+            on_gpu = kind == "Q4_0" and "gpu" in parts and bool(gpu)
+            if kind not in parts and not (kind == "Q4_0" and "expert" in parts) and not on_gpu:
                 continue
             path = Path(folder) / f"{kind}.gguf"
             synthetic.write_qwen3moe(path, kind, layers)
@@ -295,12 +366,13 @@ def main() -> None:
                 rows.append(one_expert(path, options.threads, 2 if options.quick else 6))
             if kind in parts:
                 rows += compare(kind, path, options.threads, blocks, max(2, each // 3))
+            if on_gpu:
+                rows += on_a_gpu(path, gpu, 12 if options.quick else 48)
             path.unlink()
     for row in rows:
-        mark = "holds" if row.holds else "MISSED" if "only" not in row.remark else "?"
-        print(f"{row.name:34} {row.value:6.2f} {row.unit:18} goal {row.goal:4.2f}  {mark:6}  {row.remark}")
+        print(row)
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        options.json.write_text(json.dumps([row.as_json() for row in rows], indent=1) + "\n")
 
 
 if __name__ == "__main__":

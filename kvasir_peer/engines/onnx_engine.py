@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from kvasir_peer.models.sources import TensorSource
 
 
+# As HEAP_BYTES and SESSION_BYTES, for a bank without a stack, and for a session of one expert.
+_BANK_HEAP_BYTES = 1_000_000
+_EXPERT_SESSION_BYTES = 200_000
+
+
 class _Counter:
     """Turns names of tensors taken in into bytes of progress."""
 
@@ -105,7 +110,7 @@ def make_bank(
         shape,
         source,
         ranges,
-        memory=replace(memory, workspace=memory.workspace + HEAP_BYTES),
+        memory=replace(memory, workspace=memory.workspace + _BANK_HEAP_BYTES),
         max_rows=max_rows,
         precision=precision,
         threads=threads,
@@ -137,7 +142,7 @@ def estimate_bank(
     """Say what a bank would take; see :func:`kvasir_peer.engines.base.estimate_bank`."""
     shape = parse(metadata, tensors)
     memory = _bank_memory(shape, tensors, ranges, max_rows, precision, probe(device).kernels)
-    return replace(memory, workspace=memory.workspace + HEAP_BYTES)
+    return replace(memory, workspace=memory.workspace + _BANK_HEAP_BYTES)
 
 
 # ------------------------------------------------------------------------------------------------ memory
@@ -189,8 +194,10 @@ def _bank_memory(
         for name in shape.expert_tensors(index):
             weights += _container_bytes(tensors[name], count / moe.n_expert, precision, kernels)
         types = {suffix: tensors[layer.name(suffix)].type for suffix in EXPERT_WEIGHTS}
-        weights += SESSION_BYTES * (1 if fusible(layer, types, precision, kernels) else count)
-        per_row = moe.n_used * (4 * moe.width + shape.n_embd)
+        fused = fusible(layer, types, precision, kernels)
+        weights += SESSION_BYTES if fused else _EXPERT_SESSION_BYTES * count
+        # Results wait for their sum; what is inside an expert lives as long as that one runs.
+        per_row = (moe.n_used + 2) * shape.n_embd + 4 * moe.width
         workspace = max(workspace, 4 * max_rows * per_row)
     return MemoryEstimate(weights, 0, workspace)
 
