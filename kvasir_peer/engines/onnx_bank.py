@@ -391,6 +391,10 @@ class OnnxBank(ExpertBank):
             raise EngineError(f"expert ids {ids.shape} and weights {weights.shape} do not fit {n} rows")
         if ids.min() < 0 or ids.max() >= experts.n_expert:
             raise EngineError(f"expert {ids.max()} or {ids.min()} outside {experts.n_expert} experts")
+        moe = self.shape.layers[layer].moe
+        assert moe is not None
+        if ids.shape[1] > moe.n_used:  # QMoE would leave out what is beyond
+            raise EngineError(f"{ids.shape[1]} experts a row; the model uses {moe.n_used}")
         y, runs, rows = experts.compute(np.ascontiguousarray(x), ids, weights)
         self._calls += 1
         self._rows += n

@@ -243,6 +243,9 @@ def test_quantised_banks_sum_to_the_whole(tmp_path: Path, name: str, kind: str) 
 def test_a_bank_refuses_what_it_does_not_hold(reference: Get) -> None:
     with GgufSource(reference("deepseek-v3").path) as source:
         bank = create_bank("onnx", source, [(1, 0, 4)], max_rows=2, threads=1)
+        moe = bank.shape.layers[1].moe
+        assert moe is not None
+        used = moe.n_used
         x, ids, weights = (
             np.ones((1, 64), np.float32),
             np.zeros((1, 2), np.int32),
@@ -255,6 +258,13 @@ def test_a_bank_refuses_what_it_does_not_hold(reference: Get) -> None:
             (1, x[:, :5], ids, weights, "rows of shape"),
             (1, np.ones((3, 64), np.float32), ids, weights, "1 to 2"),
             (1, x, ids[:, :1], weights, "do not fit"),
+            (
+                1,
+                x,
+                np.zeros((1, used + 1), np.int32),
+                np.ones((1, used + 1), np.float32),
+                f"model uses {used}",
+            ),
             (1, x, ids + 16, weights, "expert 16"),
             (1, x, ids - 1, weights, "expert -1"),
         ):

@@ -69,7 +69,7 @@ def test_what_is_not_split_is_the_same_and_slices_are_copies(tmp_path):
         assert np.array_equal(router[:2], -router[2:]) and np.abs(router).min(axis=1).min() > 0
 
 
-@pytest.mark.parametrize("name", [*sorted(split_experts._SCALES), "F32", "F16", "BF16", "MXFP4"])
+@pytest.mark.parametrize("name", [*sorted(split_experts.FLOAT16_SCALES), "F32", "F16", "BF16", "MXFP4"])
 def test_scaling_by_a_power_of_two_is_exact_in_every_type(name):
     kind = quants.BY_NAME[name]
     layout = GGML_TYPES[kind.id]
@@ -77,7 +77,7 @@ def test_scaling_by_a_power_of_two_is_exact_in_every_type(name):
     generator = np.random.default_rng(3)
     blocks = generator.integers(0, 256, (64, layout.n_bytes), np.uint8)
     scales = (generator.uniform(-1, 1, (64, layout.n_bytes)) * 0.01).astype(np.float16).view(np.uint8)
-    for offset in split_experts._SCALES.get(name, ()):
+    for offset in split_experts.FLOAT16_SCALES.get(name, ()):
         blocks[:, offset : offset + 2] = scales[:, offset : offset + 2]
     if name == "MXFP4":
         blocks[:, 0] = generator.integers(100, 140, 64)
