@@ -32,9 +32,9 @@ UNSENT_BYTES = 128 * 1024  # kept unsent in the kernel at most, where nothing ca
 LEAST_ROOM_BYTES = OVERHEAD + HEADER_BYTES + yamux.USEFUL_ROOM_BYTES  # a message is not begun in less
 
 HEARTBEAT_BUSY_S = 5.0  # between pings while the connection carries links
-HEARTBEAT_IDLE_S = 15.0  # between signs of life otherwise
+HEARTBEAT_IDLE_S = 14.0  # between signs of life otherwise
 DEAD_BUSY_S = 15.0  # of silence with a ping unanswered
-DEAD_IDLE_S = 30.0
+DEAD_IDLE_S = 28.0  # with the second between two looks, a silent peer is gone within 30
 DEAD_DOUBTED_S = 3.0  # of silence after a newer connection of the same peer came
 
 ROUND_TRIPS_KEPT = 64  # samples behind the percentiles: five minutes of heartbeats

@@ -633,7 +633,8 @@ async def _connect(address: maddr.Address, source: tuple[str, int] | None) -> tu
                 below, ssl.create_default_context(), server_hostname=address.host, https_compatible=True
             )
             await below.do_handshake()
-        return await WebSocketDuplex.connect(below, f"{address.host}:{address.port}"), local
+        name = f"[{address.host}]" if ":" in address.host else address.host
+        return await WebSocketDuplex.connect(below, f"{name}:{address.port}"), local
     except (ssl.SSLError, trio.BrokenResourceError) as error:
         await trio.aclose_forcefully(below)
         raise LinkError(f"TLS with {address.host} failed: {error.__cause__ or error}") from error
