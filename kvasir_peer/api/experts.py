@@ -73,7 +73,7 @@ def expert_routes(service: ExpertsService) -> list[Route]:
             return error(413, f"a body has at most {MAX_BODY_BYTES} bytes")
         try:
             found = decoder.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
             return error(400, f"the body does not parse: {problem}")
         if not 0 <= found.wait <= MAX_WAIT:
             return error(400, f"wait is {found.wait}, it may be 0 to {MAX_WAIT:.0f} seconds")

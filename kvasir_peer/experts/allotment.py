@@ -34,7 +34,14 @@ def choose_ranges(
     if level >= target:
         return ()
     room = budget.bytes()
-    held = {(layer, expert) for layer, lo, hi in budget.held for expert in range(lo, hi)}
+    width = max(map(len, counts), default=0)
+    # Whatever a volunteer says it has, there is no more than the model.
+    held = {
+        (layer, expert)
+        for layer, lo, hi in set(budget.held)
+        if layer in model.layers
+        for expert in range(lo, min(hi, width))
+    }
     order = sorted(
         range(len(model.layers)),
         key=lambda i: (-heat.get(model.layers[i], 0), model.layers[i]),

@@ -19,6 +19,7 @@ from kvasir_peer.errors import (
     LinkError,
     NotReadyError,
     RefusedError,
+    UsageError,
     WireError,
 )
 from kvasir_peer.net.link import Priority
@@ -162,12 +163,15 @@ class Coordinators:
 
     async def _open(self, peer: str) -> _Attached:
         with trio.move_on_after(OPEN_SECONDS):
-            link = await self._node.open_link(
-                peer,
-                wire.PROTOCOL,
-                max_frame=wire.MAX_OPENING_FRAME,
-                addresses=self._addresses.get(peer, ()),
-            )
+            try:
+                link = await self._node.open_link(
+                    peer,
+                    wire.PROTOCOL,
+                    max_frame=wire.MAX_OPENING_FRAME,
+                    addresses=self._addresses.get(peer, ()),
+                )
+            except UsageError as error:  # the coordinator's own address, not a person's
+                raise LinkError(f"the coordinator {peer} gives a bad address: {error}", peer=peer) from None
             welcomed = False
             try:
                 await link.send(wire.OPENING.encode(wire.Hello(self._model)))

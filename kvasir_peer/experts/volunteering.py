@@ -5,17 +5,33 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Callable
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
-from kvasir_peer.errors import WireError
+from kvasir_peer.errors import UsageError, WireError
+from kvasir_peer.net import maddr
 
 MAX_WAIT = 50.0  # seconds that a poll is held at most
 MAX_BODY_BYTES = 256 << 10
 MAX_RANGES = 4096
 CLAIM_SECONDS = 120.0  # how far a claim's time may be from the bridge's: clocks of people's machines are off
 
-Range = tuple[int, int, int]
+MAX_ADDRESSES = 16
+MAX_ADDRESS = 512  # characters; a dispatch map holds no longer one
+
+# Bounds far beyond what any machine says, so that whatever was taken can be added up and shown.
+Range = tuple[
+    Annotated[int, Meta(ge=0, le=1 << 16)],
+    Annotated[int, Meta(ge=0, le=0xFFFF)],
+    Annotated[int, Meta(ge=0, le=0xFFFF)],
+]
+Ranges = Annotated[tuple[Range, ...], Meta(max_length=MAX_RANGES)]
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Amount = Annotated[float, Meta(ge=0, le=1e15)]
+Name = Annotated[str, Meta(max_length=256)]
+Addresses = Annotated[tuple[Annotated[str, Meta(max_length=1024)], ...], Meta(max_length=256)]
 _DOMAIN = b"kvasir expert coverage 1\0"
 
 
@@ -36,18 +52,18 @@ class Ask(msgspec.Struct, frozen=True):
         give_back: it can't do what the lease says.
     """
 
-    secret: str = ""
-    memory: int = 0
-    disk: int = 0
-    expansion: float = 2.0
-    rate: float = 0.0
-    addresses: tuple[str, ...] = ()
-    device: str = ""
-    model: str = ""
-    held: tuple[Range, ...] = ()
+    secret: Name = ""
+    memory: Count = 0
+    disk: Count = 0
+    expansion: Amount = 2.0
+    rate: Amount = 0.0
+    addresses: Addresses = ()
+    device: Name = ""
+    model: Name = ""
+    held: Ranges = ()
     wait: float = 0.0
-    lease: int = 0
-    progress: int = 0
+    lease: Count = 0
+    progress: Count = 0
     give_back: bool = False
 
 
@@ -102,11 +118,11 @@ class Claim(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     bridge: str
     time: float
     model: str
-    lease: int
-    ranges: tuple[Range, ...]
+    lease: Count
+    ranges: Ranges
     addresses: tuple[str, ...] = ()
     device: str = ""
-    rate: float = 0.0
+    rate: Amount = 0.0
     leaving: bool = False
 
 
@@ -144,10 +160,10 @@ class Join(msgspec.Struct, frozen=True):
         wait: seconds to hold the request; it is the heartbeat.
     """
 
-    secret: str = ""
-    model: str = ""
-    manifest: str = ""
-    addresses: tuple[str, ...] = ()
+    secret: Name = ""
+    model: Name = ""
+    manifest: Name = ""
+    addresses: Addresses = ()
     wait: float = 0.0
 
 
@@ -179,7 +195,8 @@ def check_claim(
     """The claim that was signed by the peer it names, for this bridge, lately.
 
     Raises:
-        WireError: ``malformed``, ``signature``, ``stranger`` (for another bridge), or ``stale``.
+        WireError: ``malformed``, ``oversize``, ``signature``, ``stranger`` (for another bridge), ``stale``, or
+            ``address`` where one makes no sense: dispatchers would dial it.
     """
     try:
         data = base64.b64decode(coverage.claim, validate=True)
@@ -187,7 +204,8 @@ def check_claim(
         claim = _claims.decode(data)
     except (binascii.Error, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError("malformed", f"the coverage claim does not parse: {error}") from None
-    if len(claim.ranges) > MAX_RANGES or len(claim.addresses) > 16 or len(claim.device) > 128:
+    texts = (claim.model, claim.device, *claim.addresses)
+    if len(claim.addresses) > MAX_ADDRESSES or any(len(text) > MAX_ADDRESS for text in texts):
         raise WireError("oversize", "the coverage claim is too large")
     if not verify(claim.peer, signature, _DOMAIN + data):
         raise WireError("signature", f"the coverage claim is not signed by {claim.peer[:80]}")
@@ -195,4 +213,15 @@ def check_claim(
         raise WireError("stranger", "the coverage claim is for another bridge")
     if not abs(claim.time - now) <= CLAIM_SECONDS:
         raise WireError("stale", "the coverage claim is of another time; is a clock wrong?")
+    for text in claim.addresses:
+        _check_address(text, claim.peer)
     return claim
+
+
+def _check_address(text: str, peer: str) -> None:
+    try:
+        address = maddr.parse(text)
+    except UsageError as error:
+        raise WireError("address", f"the coverage claim has a bad address: {error}") from None
+    if (address.through or address.peer) != peer:
+        raise WireError("address", f"the address {text} in the coverage claim does not lead to {peer}")

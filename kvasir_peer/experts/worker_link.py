@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from kvasir_peer.engines.base import F32, I32
-from kvasir_peer.errors import KvasirError, LinkError, RefusedError, WireError
+from kvasir_peer.errors import KvasirError, LinkError, RefusedError, UsageError, WireError
 from kvasir_peer.net.link import Priority
 from kvasir_peer.wire import experts
 from kvasir_peer.wire.experts import Bounds
@@ -202,9 +202,12 @@ async def open_worker_link(
         WireError: what it says makes no sense.
     """
     with trio.move_on_after(OPEN_SECONDS):
-        link = await node.open_link(
-            peer, experts.PROTOCOL, max_frame=experts.MAX_WELCOME_FRAME, addresses=addresses
-        )
+        try:
+            link = await node.open_link(
+                peer, experts.PROTOCOL, max_frame=experts.MAX_WELCOME_FRAME, addresses=addresses
+            )
+        except UsageError as error:  # the worker's own address, not a person's
+            raise LinkError(f"the worker {peer} gives a bad address: {error}", peer=peer) from None
         welcomed = False
         try:
             hello = experts.Hello(model, version, bounds.dtype, bounds.max_rows)

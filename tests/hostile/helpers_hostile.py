@@ -59,7 +59,8 @@ class Besieged:
             for page in ("/health", "/metrics", "/v1/models", "/api/ring"):
                 answer = await client.get(page)
                 assert answer.status_code == 200, (page, answer.status_code, answer.text[:300])
-            answer = await client.get("/api/ring/stories260K")
+            name = (await client.get("/v1/models")).json()["data"][0]["id"]
+            answer = await client.get(f"/api/ring/{name}")
             assert answer.status_code == 200, answer.text[:300]
             return dict(answer.json())
 
