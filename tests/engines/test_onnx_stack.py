@@ -435,7 +435,7 @@ print(json.dumps([stack.memory().total, anonymous() - before]))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 @pytest.mark.parametrize(
-    ("first", "end", "precision"), [(0, 30, "fast"), (0, 30, "exact"), (10, 20, "fast")], ids=str
+    ("first", "end", "precision"), [(0, 30, "fast"), (0, 10, "exact"), (10, 20, "fast")], ids=str
 )
 def test_the_estimate_is_what_is_taken(smollm2_path: Path, first: int, end: int, precision: str) -> None:
     done = subprocess.run(
