@@ -41,9 +41,10 @@ Precision = Literal["exact", "fast"]
 _ENGINE_MODULES: Mapping[str, str] = {
     "onnx": "kvasir_peer.engines.onnx_engine",
     "torch": "kvasir_peer.engines.torch_engine",
+    "synthetic": "kvasir_peer.engines.synthetic",
 }
 
-ENGINE_NAMES: tuple[str, ...] = tuple(_ENGINE_MODULES)
+ENGINE_NAMES: tuple[str, ...] = ("onnx", "torch")  # those that compute; the synthetic one is for measurements
 
 ExpertRange = tuple[int, int, int]  # layer, first expert, end of experts
 

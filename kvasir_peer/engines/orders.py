@@ -45,11 +45,15 @@ class GgufWeights(msgspec.Struct, frozen=True, tag="gguf"):
     path: str
 
 
+class NoWeights(msgspec.Struct, frozen=True, tag="none"):
+    """No weights at all: for the synthetic engine."""
+
+
 class LoadStage(msgspec.Struct, frozen=True):
     """Load layers [first, end) and be ready for passes; replaces what was loaded before."""
 
     job: int
-    weights: StoreWeights | GgufWeights
+    weights: StoreWeights | GgufWeights | NoWeights
     engine: str
     stage: int
     """Index of the stage in its ring of ``stages``."""

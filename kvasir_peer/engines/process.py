@@ -390,6 +390,10 @@ def _open_bank_source(order: orders.LoadBank):  # type: ignore[no-untyped-def]
 def _open_source(order: orders.LoadStage):  # type: ignore[no-untyped-def]
     from kvasir_peer.models.sources import GgufSource, StoreSource
 
+    if isinstance(order.weights, orders.NoWeights):
+        from kvasir_peer.engines.synthetic import SyntheticSource
+
+        return SyntheticSource(order.n_layer, order.n_embd, order.vocab)
     if isinstance(order.weights, orders.GgufWeights):
         return GgufSource(Path(order.weights.path))
     from kvasir_peer.models.manifest import Manifest

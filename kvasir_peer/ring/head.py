@@ -20,7 +20,7 @@ from kvasir_peer.net.link import Priority
 from kvasir_peer.ring.stage import StageEpoch
 from kvasir_peer.serving.costs import CostModel, StageTrace
 from kvasir_peer.serving.requests import Accepted, Event, Finished, Kept, Request
-from kvasir_peer.serving.scheduler import Scheduler
+from kvasir_peer.serving.scheduler import DEFAULT_POLICY, Policy, Scheduler
 from kvasir_peer.wire import ring
 from kvasir_peer.wire.membership import FLAG_DECODE, FLAG_OUTPUT, GENESIS, Membership, chain_digest, compose
 
@@ -40,16 +40,18 @@ class HeadState:
 
     Args:
         plan: the first plan; later ones of the same id come by :meth:`adopt`.
+        policy: what is set by hand.
     """
 
     plan: Plan
+    policy: Policy = DEFAULT_POLICY
     scheduler: Scheduler = field(init=False)
     costs: CostModel = field(init=False)
     wake: trio.Event = field(default_factory=trio.Event)
 
     def __post_init__(self) -> None:
         self.costs = self.plan.cost_model()
-        self.scheduler = Scheduler(self.plan.widths, self.costs)
+        self.scheduler = Scheduler(self.plan.widths, self.costs, self.policy)
 
     def adopt(self, plan: Plan, kept: Sequence[bool], now: float) -> None:
         """Go on under a new epoch: ``kept`` says for each stage whether its KV cache is still there."""

@@ -125,7 +125,7 @@ class RingRequests:
         self._codec: Codec | None = None
         self._why_not = "no ring has been planned yet"
         self._digests: dict[int, tuple[str, bytes]] = {}  # of one epoch, by sequence
-        self._digests_epoch = 0
+        self._digests_of = ("", 0)
         self._submitted = self._finished = self._cancelled = self._failed = 0
         self._tokens = self._mismatches = self._resubmitted = 0
 
@@ -184,7 +184,7 @@ class RingRequests:
 
     def composed(self, message: ring.Composed) -> None:
         """The head's word on a batch."""
-        self._pair("head", message.epoch, message.sequence, message.digest)
+        self._pair("head", (message.plan, message.epoch), message.sequence, message.digest)
 
     def result(self, message: ring.Result) -> None:
         """The tail's tokens of a batch.
@@ -192,7 +192,7 @@ class RingRequests:
         Raises:
             WireError: code ``membership`` where head and tail disagree; none of the tokens is taken.
         """
-        self._pair("tail", message.epoch, message.sequence, message.digest)
+        self._pair("tail", (message.plan, message.epoch), message.sequence, message.digest)
         for output in message.outputs:
             active = self._active.get(output.request)
             if active is None or active.done:
@@ -229,10 +229,10 @@ class RingRequests:
             active.error = EngineError(f"the ring ended the request: {text}")
         active.wake()
 
-    def _pair(self, who: str, epoch: int, sequence: int, digest: bytes) -> None:
-        if epoch != self._digests_epoch:
+    def _pair(self, who: str, epoch: tuple[str, int], sequence: int, digest: bytes) -> None:
+        if epoch != self._digests_of:
             self._digests.clear()  # what was under way when the last epoch broke is never answered
-            self._digests_epoch = epoch
+            self._digests_of = epoch
         other = self._digests.pop(sequence, None)
         if other is None:
             self._digests[sequence] = (who, digest)

@@ -15,6 +15,7 @@ SMOOTHING = 0.1
 # A measurement counts at most this many times the expectation: one pass that was swapped out must not halve
 # every batch that follows, while a lasting change still gets through in a few steps.
 OUTLIER = 3.0
+SETTLED = 3  # measurements of a bucket after which there is something that they can be off from
 # Transit times can only be too long (frames queue behind others), so the estimate falls fast and rises slowly:
 # otherwise more batches in flight would look like a longer way, which would ask for still more batches.
 TRANSIT_FALL = 0.5
@@ -58,11 +59,13 @@ class RingCosts:
         stages: line of each stage's pass.
         hop_per_row: seconds that one row takes on one link between neighbours (bytes of a row / link rate).
         transit: line of everything that is neither computing nor waiting, over all hops, tail to head included.
+        jitter: what passes are off their usual time by, on average, as a share of it.
     """
 
     stages: tuple[Line, ...]
     hop_per_row: float
     transit: Line
+    jitter: float = 0.0
 
     def slowest(self, rows: int) -> float:
         """Seconds between two batches of so many rows where they pass slowest, be it a stage or a link."""
@@ -103,15 +106,18 @@ class _Fit:
         self._buckets: dict[int, list[float]] = {}  # [count, mean rows, mean seconds, time of the last]
         self.line = prior
 
-    def observe(self, rows: int, seconds: float, now: float) -> None:
+    def observe(self, rows: int, seconds: float, now: float) -> float | None:
+        """Take a measurement up; its distance from what was usual, as a share, where enough is known for one."""
         bucket = self._buckets.get(rows.bit_length())
         if bucket is None:
             self._buckets[rows.bit_length()] = [1.0, float(rows), seconds, now]
-            return
+            return None
         count, mean_rows, mean_seconds, _ = bucket
         expected = mean_seconds + self.line.per_row * (rows - mean_rows)
-        if self._clip and count >= 3 and expected > 0:
+        off = None
+        if self._clip and count >= SETTLED and expected > 0:
             seconds = min(seconds, OUTLIER * expected)
+            off = abs(seconds - expected) / expected
         weight = self._fall if seconds < expected else self._rise
         if self._clip:
             weight = max(weight, 1.0 / (count + 1.0))  # a plain mean until there are enough
@@ -119,6 +125,7 @@ class _Fit:
         bucket[1] = mean_rows + weight * (rows - mean_rows)
         bucket[2] = mean_seconds + weight * (seconds - mean_seconds)
         bucket[3] = now
+        return off
 
     def refit(self, now: float) -> Line:
         if not self._buckets:
@@ -166,6 +173,7 @@ class CostModel:
         self._stages = [_Fit(line) for line in stages]
         self._transit = _Fit(transit, fall=TRANSIT_FALL, rise=TRANSIT_RISE, clip=False)
         self._hop_per_row = hop_per_row
+        self._jitter = 0.0
         self._refitted = -math.inf
         self._fresh = False
         self.version = 0
@@ -193,8 +201,9 @@ class CostModel:
             if not (0.0 <= trace.held < math.inf and 0.0 <= trace.waited < math.inf):
                 return
             spent += trace.held + trace.waited
-            if count > 0:
-                fit.observe(count, trace.held, now)
+            off = fit.observe(count, trace.held, now) if count > 0 else None
+            if off is not None:
+                self._jitter += SMOOTHING / len(traces) * (off - self._jitter)
         if rows[-1] == rows[0] > 0:
             self._transit.observe(rows[0], max(0.0, round_trip - spent), now)
         self._fresh = True
@@ -206,7 +215,10 @@ class CostModel:
             self._refitted = now
             self.version += 1
             self.costs = RingCosts(
-                tuple(fit.refit(now) for fit in self._stages), self._hop_per_row, self._transit.refit(now)
+                tuple(fit.refit(now) for fit in self._stages),
+                self._hop_per_row,
+                self._transit.refit(now),
+                self._jitter,
             )
         return self.costs
 

@@ -22,6 +22,11 @@ PREFILL_HOP = 0.300
 # Mixed batches: fewest micro-batches that reach this share of the best throughput. Each further one makes every
 # decode wait for one more pass.
 MIXED_SHARE = 0.97
+# Decodes alone: with just as many micro-batches as the round trip holds, each delay anywhere leaves every later stage
+# without work. Where requests allow, there are as many as a longer round trip would hold: longer by a share that is
+# always there (hand-overs, links), and by what passes are seen to be off their usual time, times the deviations that a
+# queue of one has to cover; at most by so much as puts one more micro-batch before every second stage.
+DECODE_SPARE, DECODE_DEVIATIONS, MOST_SPARE = 0.05, 2.0, 0.5
 # Prefill alone: a quarter of a batch more than the round trip holds, so that the slowest stage finds the next one
 # waiting in spite of jitter. Nobody's decode waits for it.
 PREFILL_SPARE = 0.25
@@ -52,6 +57,10 @@ def row_cap(costs: RingCosts, seconds: float, widths: Widths) -> int:
     if rows == 0:
         rows = costs.rows_within(max(seconds, 2.0 * max(line.base for line in costs.stages)))
     return max(1, min(rows, widths.micro_batch_rows))
+
+
+def _spare(costs: RingCosts) -> float:
+    return 1.0 + min(DECODE_SPARE + DECODE_DEVIATIONS * costs.jitter, MOST_SPARE)
 
 
 def decode_throughput(costs: RingCosts, requests: int, in_flight: int, rows: int) -> float:
@@ -87,7 +96,10 @@ def decode_shape(costs: RingCosts, requests: int, widths: Widths) -> Shape:
             rate = decode_throughput(costs, requests, count, rows)
             if rate > best_rate * 1.001:  # ties go to the smaller batch, which each token passes sooner
                 best, best_rate = Shape(count, rows, rows), rate
-    return best
+    rows = best.decode_rows
+    fill = _spare(costs) * costs.round_trip(rows) / max(costs.slowest(rows), 1e-9)
+    most = min(requests // rows, widths.max_in_flight, max(1, widths.batch_rows // rows))
+    return Shape(max(best.in_flight, min(math.ceil(fill), most)), rows, rows)
 
 
 def chunk_rows(costs: RingCosts, backlog: int, widths: Widths) -> int:
