@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 import trio
-from streams import MODEL, Streams, cases
+from streams import MODEL, Streamed, Streams, cases
 from swarm_processes import DATA, Swarm, running_swarm
 
 STREAMS = 16
