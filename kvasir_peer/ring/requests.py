@@ -122,6 +122,7 @@ class RingRequests:
         self._ids = itertools.count(secrets.randbits(62))
         self._plan: Plan | None = None
         self._link: Link | None = None
+        self._attaching: Link | None = None
         self._codec: Codec | None = None
         self._why_not = "no ring has been planned yet"
         self._digests: dict[int, tuple[str, bytes]] = {}  # of one epoch, by sequence
@@ -132,25 +133,37 @@ class RingRequests:
     # -- the ring comes and goes ----------------------------------------------------------------------------
 
     async def attach(self, plan: Plan, link: Link) -> None:
-        """A ring serves: submit what is going on.
+        """A ring serves: submit what is going on, and only then let others in.
 
         Args:
             plan: of the epoch.
             link: a welcomed ``requests`` link to its head.
+
+        Raises:
+            LinkError: the link, or the epoch, has ended meanwhile.
         """
-        self._plan, self._link, self._codec = plan, link, ring.codec(plan.limits())
+        self._attaching, codec = link, ring.codec(plan.limits())
         # Those that have begun first: they get their slots back before anybody else is given one.
-        for active in sorted(self._active.values(), key=lambda a: (not a.computed, a.id)):
-            if not active.done and active.error is None:
+        going_on = [a for a in self._active.values() if not a.done and a.error is None]
+        going_on.sort(key=lambda a: (not a.computed, a.id))
+        for active in going_on:
+            if active.id in self._active:
                 self._resubmitted += 1
-                await self._send(active.submit(trio.current_time()))
-        await self._send(ring.Resumed())
+                await link.send(codec.encode(active.submit(trio.current_time())), Priority.CONTROL)
+        await link.send(codec.encode(ring.Resumed()), Priority.CONTROL)
+        for active in going_on:
+            if active.id not in self._active:  # its client has gone in between
+                await link.send(codec.encode(ring.Cancel(active.id)), Priority.CONTROL)
+        if self._attaching is not link:
+            raise LinkError("the epoch ended while requests were submitted", peer=link.remote_peer)
+        self._plan, self._link, self._codec, self._attaching = plan, link, codec, None
 
     def detach(self, why: str) -> None:
         """The ring does not serve; ``why`` names what is missing."""
-        if self._link is not None:
-            self._link.close()
-        self._link, self._why_not = None, why
+        for link in (self._link, self._attaching):
+            if link is not None:
+                link.close()
+        self._link, self._attaching, self._why_not = None, None, why
         for active in self._active.values():
             active.wake()
 
@@ -238,6 +251,8 @@ class RingRequests:
             self._digests[sequence] = (who, digest)
             if len(self._digests) > MAX_UNPAIRED_DIGESTS:
                 raise WireError("membership", "head and tail do not speak of the same batches")
+        elif other[0] == who:
+            raise WireError("sequence", f"the {who} speaks of batch {sequence} a second time")
         elif other[1] != digest:
             self._mismatches += 1
             raise WireError("membership", f"head and tail name different memberships in batch {sequence}")
@@ -310,7 +325,7 @@ class RingRequests:
             if not active.ready:
                 yield Token(-1, remark=self._why_not)
 
-    async def _send(self, message: ring.Submit | ring.Resumed | ring.Cancel) -> None:
+    async def _send(self, message: ring.Submit | ring.Cancel) -> None:
         if self._link is None or self._codec is None:
             return  # a submit goes out when the ring is attached again; a cancelled request is simply not among them
         try:

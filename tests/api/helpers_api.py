@@ -187,7 +187,7 @@ def _all(answer: Any) -> Any:
 async def until(condition: Callable[[], bool]) -> None:
     """Wait until something is so, for 20 seconds at most."""
     with trio.fail_after(20):
-        while not condition():  # noqa: ASYNC110  what is waited for happens in code that sets no event
+        while not condition():
             await trio.sleep(0.01)
 
 

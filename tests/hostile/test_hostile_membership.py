@@ -274,6 +274,13 @@ async def test_the_bridge_takes_no_token_of_a_batch_on_which_head_and_tail_disag
     assert requests.statistics().digest_mismatches == 1 and requests.statistics().tokens == 0
 
 
+async def test_a_head_that_speaks_twice_does_not_stand_in_for_the_tail() -> None:
+    requests = RingRequests()
+    requests.composed(ring.Composed("ring", 1, 0, b"\1" * 32))
+    with pytest.raises(WireError, match="a second time"):
+        requests.composed(ring.Composed("ring", 1, 0, b"\1" * 32))
+
+
 async def test_the_bridge_does_not_compare_what_different_epochs_said() -> None:
     requests = RingRequests()
     requests.composed(ring.Composed("ring", 1, 0, b"\1" * 32))
