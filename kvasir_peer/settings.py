@@ -316,7 +316,9 @@ class BridgeSettings(PeerSettings):
         (),
         "Bearer key that clients must send; may be given more than once. Better in config.toml.",
     )
-    boundary: str = option(choice("f16", "f32", "bf16", "int8"), "f16", "Type of hidden states between stages.")
+    boundary: str = option(
+        choice("f16", "f32", "bf16", "int8"), "f16", "Type of hidden states between stages."
+    )
     max_requests: int = option(whole(1, 1024), 8, "Requests that are computed at once.")
     max_queue: int = option(whole(0, 100_000), 64, "Requests that may wait for a place.")
     context_length: int = option(
@@ -481,7 +483,9 @@ class SwarmSettings(Settings):
         choice("fast", "exact"), "fast", "exact computes linears with float32 activations."
     )
     threads: int = option(whole(0, 4096), 0, "Threads of each engine; 0 shares the cores between them.")
-    boundary: str = option(choice("f16", "f32", "bf16", "int8"), "f16", "Type of hidden states between stages.")
+    boundary: str = option(
+        choice("f16", "f32", "bf16", "int8"), "f16", "Type of hidden states between stages."
+    )
     max_requests: int = option(whole(1, 1024), 8, "Requests that are computed at once.")
     context_length: int = option(
         whole(0, 1 << 22), 0, "Positions of each request; 0 is the model's, at most 4096."
@@ -515,7 +519,9 @@ class PlanSettings(Settings):
         number(0.0, 10_000.0), 5.0, "Time of an empty frame from one peer to the next, in milliseconds."
     )
     link_rate: int = option(size(1_000), 0, "Bytes a second between peers; auto does not count them.")
-    boundary: str = option(choice("f16", "f32", "bf16", "int8"), "f16", "Type of hidden states between stages.")
+    boundary: str = option(
+        choice("f16", "f32", "bf16", "int8"), "f16", "Type of hidden states between stages."
+    )
     max_requests: int = option(whole(1, 1024), 8, "Requests that are computed at once.")
     context_length: int = option(
         whole(0, 1 << 22), 0, "Positions of each request; 0 is the model's, at most 4096."

@@ -278,18 +278,21 @@ class _Exchange:
             raise _Refused(505, "only HTTP/1.1 is spoken here")
         body = await self._body()
         answer = _Answer(self, body)
+        lost: LinkError | None = None
         with trio.CancelScope(deadline=trio.current_time() + RESPONSE_S) as scope:
             answer.scope = scope
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._watch, answer.gone)
                 try:
                     await self._app(self._scope(request), answer.receive, answer.send)
-                except LinkError:
-                    raise
+                except LinkError as error:
+                    lost = error  # the caller has left; raised from in here, the nursery would wrap it
                 except Exception:
                     # A mistake in one route must not take the network down with it.
                     logger.exception("the application failed at %s", request.target.decode("latin-1")[:200])
                 nursery.cancel_scope.cancel()
+        if lost is not None:
+            raise lost
         if scope.cancelled_caught:
             if not answer.started:
                 raise _Refused(504, f"the application did not answer in {RESPONSE_S:.0f} s")

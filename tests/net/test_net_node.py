@@ -250,6 +250,32 @@ async def test_http_answers_stream_and_requests_run_beside_each_other() -> None:
             await left.wait()
 
 
+async def test_a_caller_that_is_gone_when_its_answer_comes_is_no_mistake_of_ours(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked, answered = trio.Event(), trio.Event()
+
+    async def late(request: Request) -> JSONResponse:
+        asked.set()
+        while not await request.is_disconnected():
+            await trio.sleep(0.01)
+        answered.set()
+        return JSONResponse({"much": "x" * 100_000})
+
+    async with nodes(2) as (a, c):
+        a.serve_http(Starlette(routes=[Route("/late", late), Route("/who", _who)]))
+        async with nodes(1) as (b,), trio.open_nursery() as nursery:
+            async with b.http_client(a.peer_id, a.addresses()) as client:
+                nursery.start_soon(client.get, "/late")
+                await asked.wait()
+                nursery.cancel_scope.cancel()
+        with trio.fail_after(10):
+            await answered.wait()
+        async with c.http_client(a.peer_id, a.addresses()) as client:
+            assert (await client.get("/who")).status_code == 200
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 async def test_http_bodies_over_the_limit_and_bad_requests_are_refused() -> None:
     async with nodes(2) as (a, b):
         a.serve_http(_app(), max_body=1000)

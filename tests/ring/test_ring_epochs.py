@@ -202,9 +202,13 @@ def _holds(member: Member, borders: list[int], members: list[Member]) -> bool:
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_only_what_the_new_stage_lacks_is_computed_again(place: int) -> None:
     """Stages after the replaced one keep their caches, also when the head is new and must be told of them."""
-    widths = Widths(batch_rows=32, micro_batch_rows=8, max_in_flight=6, max_requests=4, context_length=CONTEXT)
+    widths = Widths(
+        batch_rows=32, micro_batch_rows=8, max_in_flight=6, max_requests=4, context_length=CONTEXT
+    )
     texts = [Ask(0.0, tuple(range(n, n + 8)), 40, frozenset(), None) for n in range(4)]
-    positions = sum(len(ask.prompt) + ask.max_tokens - 1 for ask in texts)  # the last token is not computed on
+    positions = sum(
+        len(ask.prompt) + ask.max_tokens - 1 for ask in texts
+    )  # the last token is not computed on
     known, again = 0, [0, 0, 0]
 
     async def main() -> None:
