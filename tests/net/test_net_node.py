@@ -264,11 +264,14 @@ async def test_a_caller_that_is_gone_when_its_answer_comes_is_no_mistake_of_ours
 
     async with nodes(2) as (a, c):
         a.serve_http(Starlette(routes=[Route("/late", late), Route("/who", _who)]))
-        async with nodes(1) as (b,), trio.open_nursery() as nursery:
-            async with b.http_client(a.peer_id, a.addresses()) as client:
-                nursery.start_soon(client.get, "/late")
-                await asked.wait()
-                nursery.cancel_scope.cancel()
+        async with (
+            nodes(1) as (b,),
+            trio.open_nursery() as nursery,
+            b.http_client(a.peer_id, a.addresses()) as client,
+        ):
+            nursery.start_soon(client.get, "/late")
+            await asked.wait()
+            nursery.cancel_scope.cancel()
         with trio.fail_after(10):
             await answered.wait()
         async with c.http_client(a.peer_id, a.addresses()) as client:
