@@ -448,7 +448,6 @@ class _Market:
         state.has_served = True
         state.cached = frozenset((s.peer, s.first, s.end) for s in plan.stages)
         state.missing, state.uncovered_since, state.gave_up = "", None, False
-        self.decisions.append(Note(f"the ring serves, epoch {plan.epoch}"))
 
     def _trouble(self, why: str, suspect: str = "") -> None:
         state = self.state
