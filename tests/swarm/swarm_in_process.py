@@ -69,7 +69,7 @@ def start_relay(folder: Path, port: int = 0) -> tuple[Peer, str]:
 @contextlib.asynccontextmanager
 async def swarm_in_process(
     folder: Path,
-    model: Path,
+    model: Path | str,
     *,
     stages: int,
     engines: Sequence[str] = ("onnx",),
@@ -79,6 +79,7 @@ async def swarm_in_process(
     """A serving swarm.
 
     Args:
+        model: a file, or an address.
         engines: of the stages, in turn.
         bridge: settings of the bridge.
     """
