@@ -13,7 +13,7 @@ from test_swarm_exact import complete, text_of
 
 sys.path.append(str(Path(__file__).parent.parent / "net"))  # its web server
 
-from helpers_https import FileServer  # noqa: E402
+from helpers_https import FileServer
 
 MODEL = "stories260K.gguf"
 
