@@ -212,6 +212,12 @@ def option(kind: Kind, default: Any, help_text: str, *, flag: bool = True) -> An
     return field(default=default, metadata={"kind": kind, "help": help_text, "flag": flag})
 
 
+def check_invite(text: str) -> None:
+    """ValueError for what no relay has written; only the relay can tell whether an invite is good."""
+    if not re.fullmatch(r"kvr1-[A-Za-z0-9_-]{80,1020}", text):
+        raise ValueError("not an invite to a relay, which begins with kvr1-")
+
+
 # --- The settings -------------------------------------------------------------------------------------------------
 
 _RELAY: Final = texts(
@@ -263,6 +269,11 @@ class PeerSettings(Settings):
     """What every role has."""
 
     relays: tuple[str, ...] = option(_RELAY, (), "Address of a relay; may be given more than once.")
+    relay_invites: tuple[str, ...] = option(
+        texts("invites as a relay's operator gives them, each kvr1-…", check_invite),
+        (),
+        "Invite to a relay that does not serve everyone; may be given more than once.",
+    )
     direct: bool = option(yes_no(), True, "Go over to direct connections where they work.")
     listen: tuple[str, ...] = option(
         _LISTEN,
@@ -619,7 +630,7 @@ def home_directory(flag: str | Path | None = None, *, environment: Mapping[str, 
 
 def flag_name(name: str) -> str:
     """The command-line flag of a setting; a list's is in the singular, because it is repeated."""
-    if name in ("relays", "api_keys", "ticket_roles"):
+    if name in ("relays", "relay_invites", "api_keys", "ticket_roles"):
         name = name[:-1]
     return "--" + name.replace("_", "-")
 

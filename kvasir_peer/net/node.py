@@ -101,8 +101,11 @@ class Node:
         direct: whether direct connections between peers are used where they work.
     """
 
-    def __init__(self, host: Host, relays: Sequence[maddr.Address], direct: bool) -> None:
+    def __init__(
+        self, host: Host, relays: Sequence[maddr.Address], direct: bool, invites: Sequence[str] = ()
+    ) -> None:
         self.host = host
+        self._invites = tuple(invites)
         self.peer_id = host.peer_id
         self.direct = direct
         self._links: dict[tuple[str, bytes], Link] = {}
@@ -114,7 +117,7 @@ class Node:
         self._changed = trio.Event()
         self._grace_until = 0.0
         self._supervisors = {
-            address.peer: RelaySupervisor(host, address, self._relays_changed) for address in relays
+            address.peer: RelaySupervisor(host, address, self._relays_changed, invites) for address in relays
         }
         self._seen_as: dict[str, str] = {}
         circuit.CircuitListener(host, self._is_relay)
@@ -129,6 +132,7 @@ class Node:
         private_key: bytes,
         *,
         relays: Iterable[str] = (),
+        invites: Iterable[str] = (),
         listen: Iterable[str] = (),
         direct: bool = True,
         limits: HostLimits | None = None,
@@ -138,6 +142,7 @@ class Node:
         Args:
             private_key: Ed25519 seed, 32 bytes.
             relays: addresses with peer id; each is held by a supervisor.
+            invites: to relays that do not serve everyone.
             listen: transport addresses for direct connections (``/ip4/0.0.0.0/tcp/0``).
             direct: False: nothing is listened on and every peer is reached through circuits alone.
             limits: what strangers may take.
@@ -151,7 +156,7 @@ class Node:
             if address.through is not None:
                 raise UsageError(f"{address} is an address behind a relay; name the relay itself")
         host = new_host(private_key, listen=tuple(listen) if direct else (), limits=limits)
-        node = cls(host, parsed, direct)
+        node = cls(host, parsed, direct, tuple(invites))
         async with host.running():
             for supervisor in node._supervisors.values():
                 host.nursery.start_soon(supervisor.run)
@@ -170,7 +175,7 @@ class Node:
         if parsed.through is not None:
             raise UsageError(f"{address} is an address behind a relay; name the relay itself")
         if parsed.peer not in self._supervisors:
-            supervisor = RelaySupervisor(self.host, parsed, self._relays_changed)
+            supervisor = RelaySupervisor(self.host, parsed, self._relays_changed, self._invites)
             self._supervisors[parsed.peer] = supervisor
             self.host.nursery.start_soon(supervisor.run)
 

@@ -8,13 +8,13 @@ worked are advertised.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import trio
 
 from kvasir_peer.errors import KvasirError, LinkError, RefusedError, WireError
-from kvasir_peer.net import circuit, maddr
+from kvasir_peer.net import circuit, maddr, relay_invite
 from kvasir_peer.net.backoff import Backoff
 from kvasir_peer.net.connection import Connection
 from kvasir_peer.net.host import Host
@@ -60,17 +60,25 @@ class RelaySupervisor:
         host: ours.
         address: of the relay.
         on_change: called when the advertised addresses may have changed.
+        invites: shown on each connection; those that are for other relays are refused there, and no harm.
 
     Attributes:
         reserved: set while a reservation is held.
     """
 
-    def __init__(self, host: Host, address: maddr.Address, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        host: Host,
+        address: maddr.Address,
+        on_change: Callable[[], None],
+        invites: Sequence[str] = (),
+    ) -> None:
         self._host = host
         self.address = address
         self.relay = address.peer
         self.reserved = trio.Event()
         self._on_change = on_change
+        self._invites = tuple(invites)
         self._backoff = Backoff(first=FIRST_RETRY_S, cap=RETRY_CAP_S)
         self._state = "connecting"
         self._until: float | None = None
@@ -146,6 +154,7 @@ class RelaySupervisor:
         """Reserve, check and refresh until something fails. Raises LinkError, RefusedError, WireError."""
         connection.busy += 1
         try:
+            await self._show_invites(connection)
             while True:
                 self._state = "reserving"
                 reservation = await circuit.reserve(connection, self._host.peer_id)
@@ -169,6 +178,16 @@ class RelaySupervisor:
                         break
         finally:
             connection.busy -= 1
+
+    async def _show_invites(self, connection: Connection) -> None:
+        """Show what we have until one is taken. A relay may do without: the reservation shows whether it does."""
+        for text in self._invites:
+            try:
+                await relay_invite.show(connection, text)
+            except (LinkError, RefusedError, WireError) as error:
+                logger.info("%s", error)
+            else:
+                return
 
     async def _check(self, connection: Connection) -> None:
         """Dial ourselves through the relay. Raises LinkError, RefusedError when others could not reach us either."""

@@ -338,7 +338,11 @@ async def run_bridge(
         model = await open_model(settings.model, settings.name, settings.home / "manifests", report)
         invitation = _invite(settings, me.peer_id)
         async with Node.open(
-            me.private_key, relays=settings.relays, listen=settings.listen, direct=settings.direct
+            me.private_key,
+            relays=settings.relays,
+            invites=settings.relay_invites,
+            listen=settings.listen,
+            direct=settings.direct,
         ) as node:
             await node.relays_ready(RELAY_SECONDS)
             report(Progress("relay", "reachable through a relay"))

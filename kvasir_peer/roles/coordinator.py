@@ -54,7 +54,11 @@ async def run_coordinator(settings: CoordinatorSettings, *, report: Report) -> N
         report(Progress(_STEPS[news.state], news.text, news.done, news.total, unit))
 
     async with Node.open(
-        me.private_key, relays=relays, listen=settings.listen, direct=settings.direct
+        me.private_key,
+        relays=relays,
+        invites=settings.relay_invites,
+        listen=settings.listen,
+        direct=settings.direct,
     ) as node:
         await node.relays_ready(RELAY_SECONDS)
         report(Progress("relay", f"reachable through a relay; computes with {engine_name} on {device}"))

@@ -88,7 +88,11 @@ async def _run(settings: StageSettings, report: Report, leaving: Leaving) -> Non
         report(Progress(step, news.text, news.done, news.total, "bytes" if news.total else ""))  # type: ignore[arg-type]
 
     async with Node.open(
-        me.private_key, relays=relays, listen=settings.listen, direct=settings.direct
+        me.private_key,
+        relays=relays,
+        invites=settings.relay_invites,
+        listen=settings.listen,
+        direct=settings.direct,
     ) as node:
         report(
             Progress("relay", f"reserving a place at {len(relays)} relay{'s' if len(relays) != 1 else ''}")

@@ -63,7 +63,11 @@ async def run_volunteer(settings: VolunteerSettings, *, report: Report) -> None:
         report(Progress(_STEPS[news.state], news.text, news.done, news.total, unit))
 
     async with Node.open(
-        me.private_key, relays=relays, listen=settings.listen, direct=settings.direct
+        me.private_key,
+        relays=relays,
+        invites=settings.relay_invites,
+        listen=settings.listen,
+        direct=settings.direct,
     ) as node:
         await node.relays_ready(RELAY_SECONDS)
         report(Progress("relay", f"reachable through a relay; computes with {engine_name} on {device}"))

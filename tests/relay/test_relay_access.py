@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import secrets
 import socket
 import time
 from pathlib import Path
@@ -31,6 +32,7 @@ from kvasir_peer.identity import Identity
 from kvasir_peer.net import delimited, multistream
 from kvasir_peer.net.connection import Connection
 from kvasir_peer.net.duplex import receive_exactly
+from kvasir_peer.net.node import Node
 from kvasir_relay import invites
 from kvasir_relay.access import Gatekeeper
 from kvasir_relay.addresses import advertised, is_public
@@ -395,3 +397,16 @@ async def test_ping() -> None:
             assert await receive(stream, 32) == bytes([number]) * 32
         stream.close()
         await until(lambda: not relay.members()[0].connection.mux.streams)
+
+
+async def test_our_own_peers_show_their_invites_by_themselves() -> None:
+    async with running_relay(access__mode="invited") as relay:
+        address = relay.full_addresses[0]
+        _, good = invites.create(relay.identity, relay.identity.peer_id, not_after=2_000_000_000)
+        _, foreign = invites.create(ISSUER, STRANGER.peer_id, not_after=2_000_000_000)
+        async with Node.open(secrets.token_bytes(32), relays=[address], invites=[foreign]) as without:
+            with pytest.raises(LinkError, match="no place"):
+                await without.relays_ready(2)
+        async with Node.open(secrets.token_bytes(32), relays=[address], invites=[foreign, good]) as invited:
+            await invited.relays_ready(PATIENCE)
+            assert invited.addresses()
