@@ -29,6 +29,7 @@ from kvasir_peer.engines.synthetic import parse_cost
 from kvasir_peer.errors import LinkError, WireError
 from kvasir_peer.net.link import Link
 from kvasir_peer.net.node import Node
+from kvasir_peer.ring import link_probe
 from kvasir_peer.ring.head import HeadEpoch, HeadState
 from kvasir_peer.ring.plan import Plan, PlanStage, decode_plan, sign_plan
 from kvasir_peer.ring.requests import RingRequests
@@ -81,6 +82,11 @@ class Stage:
             await self._begin(plan, Slice(**order["slice"]), order["hand_set"])
         elif order["do"] == "end":
             self._scope.cancel()
+        elif order["do"] == "measure":
+            assert self._epoch is not None
+            stages = self._epoch.plan.stages
+            after = stages[(self._epoch.index + 1) % len(stages)]
+            return {"seconds": (await link_probe.measure(self._node, after.peer, after.addresses)).seconds}
         return self._figures()
 
     async def _begin(self, plan: Plan, part: Slice, hand_set: Sequence[int] | None) -> None:
@@ -122,6 +128,9 @@ class Stage:
 
     async def _take(self, link: Link) -> None:
         hello, _ = ring.OPENING.decode(await link.receive())
+        if hello.purpose == "probe":
+            await link_probe.answer(link)
+            return
         while self._epoch is None or self._epoch.plan.id != hello.plan:
             await self._changed.wait()  # the neighbour was quicker
         await self._epoch.admit(link, hello)
@@ -306,6 +315,10 @@ class Ring:
     async def figures(self) -> list[dict[str, Any]]:
         """What each stage says of itself."""
         return await self._ask_all('{"do": "figures"}')
+
+    async def hops(self) -> list[float]:
+        """Seconds one way from each stage to the next, and from the tail to the head, as measured now."""
+        return [answer["seconds"] for answer in await self._ask_all('{"do": "measure"}')]
 
     async def _ask_all(self, text: str) -> list[dict[str, Any]]:
         answers: list[dict[str, Any]] = [{} for _ in self.stages]

@@ -519,7 +519,12 @@ class PlanSettings(Settings):
 
     section = "plan"
 
-    model: str = option(text("a GGUF file"), "", "GGUF file to plan for.")
+    model: str = option(
+        text("a GGUF file"), "", "GGUF file to plan for; if not given, the plan of a running bridge is shown."
+    )
+    url: str = option(
+        text("an address"), "", "Address of the running bridge; if not given, that of the one that runs here."
+    )
     stages: int = option(whole(0, MAX_STAGES), 0, "Stages of the ring; 0 takes as many as are good.")
     peers: int = option(whole(0, 256), 0, "Peers that offer themselves; 0 takes one for each stage.")
     memory: int = option(size(16_000_000), 8_000_000_000, "Memory that each offers.")
@@ -543,8 +548,10 @@ class PlanSettings(Settings):
 
     def check(self) -> None:
         """See :meth:`Settings.check`."""
-        if not self.model:
-            raise SettingsError("no model: give --model FILE.gguf")
+        if self.model and self.url:
+            raise SettingsError(
+                "--model plans a ring of that file, --url shows a running one: give one of them"
+            )
         if self.stages:
             check_stages(self.stages)
         check_rows(self.micro_batch_rows, self.batch_rows)

@@ -20,10 +20,14 @@ IN_FLIGHT_PER_STAGE = 3  # where nothing is set: one batch computed, one waiting
 
 @with_settings(PlanSettings)
 def show_plan(settings: PlanSettings) -> None:
-    """Show what a ring would take and give, before any machine is asked: layers, bytes, memory, forecast.
+    """Show what a ring takes and gives: layers, bytes, memory, forecast, and why each peer has its place.
 
-    The peers are alike, each with --memory and --read-rate; the numbers that a real ring reports are better.
+    Without --model it is the ring of a running bridge, by what its peers have measured. With it, a ring that is only
+    imagined: its peers are alike, each with --memory and --read-rate.
     """
+    if not settings.model:
+        _show_running(settings)
+        return
     from kvasir_peer.engines import architectures
     from kvasir_peer.models.gguf import GgufFile
     from kvasir_peer.ring.offers import Links, LinkTime, StageOffer, Wishes
@@ -58,6 +62,19 @@ def show_plan(settings: PlanSettings) -> None:
     if planned.plan is None or planned.forecast is None:
         raise PlanError(f"no ring can be made of {peers} such peers: {planned.missing}")
     print("\n".join(describe(planned.plan, needs, planned.forecast, planned.places)))
+
+
+def _show_running(settings: PlanSettings) -> None:
+    """The present plan of a running bridge, in words."""
+    from kvasir_peer import running
+    from kvasir_peer.commands.chat import DEFAULT_URL
+    from kvasir_peer.commands.ring import Bridge
+
+    here = running.find(settings.home)
+    bridge = Bridge(settings.url or (here.base_url if here else "") or DEFAULT_URL, None)
+    status = bridge.get(bridge.model(None))
+    print(f"{status['model']}: {status['state']}, epoch {status['epoch']}")
+    print("\n".join(status["words"]))
 
 
 def needs_of(file: GgufFile, shape: ModelShape) -> ModelNeeds:

@@ -74,6 +74,8 @@ class LoadStage(msgspec.Struct, frozen=True):
     arena: ArenaShape
     memory_limit: int = 0
     """Bytes that the stage may take by its own estimate; 0 is what the machine has free."""
+    measure: bool = False
+    """Whether to make a few passes and say what they took."""
     expert_floor_ms: float = 0.0
     """Least time of the routed experts for each row-expert pair, so that slow machines can be measured on fast ones."""
 
@@ -88,6 +90,8 @@ class Loaded(msgspec.Struct, frozen=True):
     workspace_bytes: int
     resident_bytes: int
     notes: tuple[str, ...] = ()
+    passes: tuple[tuple[int, float], ...] = ()
+    """Rows and seconds of the passes that were measured."""
 
 
 class Progress(msgspec.Struct, frozen=True):

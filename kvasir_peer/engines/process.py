@@ -270,15 +270,18 @@ class EngineProcess:
         if self._bank is not None:
             self._experts = ExpertRunner(self._bank, order.max_rows)
         self._map_arena(order.arena)
+        took = time.perf_counter() - started
+        passes = self._runner.measure() if order.measure else ()
         self._answer(
             orders.Loaded(
                 order.job,
-                time.perf_counter() - started,
+                took,
                 memory.weights,
                 memory.kv,
                 memory.workspace,
                 self._resident(),
                 tuple(getattr(stack, "notes", ())),
+                passes,
             )
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Container, Generator, Sequence
 
 import numpy as np
@@ -16,6 +17,9 @@ from kvasir_peer.wire.membership import FLAG_OUTPUT, Limits, decode_membership
 from kvasir_peer.wire.ring import Output
 from kvasir_peer.wire.sampling import Sampling
 from kvasir_peer.wire.tensors import decode_tensor, encode_tensor
+
+# Of a measurement: a pass for warming up and three that count; a share of a second of patience for slow ones.
+MEASURED_ROWS, MEASURED_PASSES, MEASURE_SECONDS = 8, 4, 1.5
 
 
 class StageRunner:
@@ -165,6 +169,32 @@ class StageRunner:
             )
             for row, one in zip(wanted, sampled, strict=True)
         )
+
+    def measure(self) -> tuple[tuple[int, float], ...]:
+        """Rows and seconds of a few passes, the least of several each; for a stage that holds nothing yet.
+
+        The passes fill the beginning of a slot, which counts as empty.
+        """
+        most = min(MEASURED_ROWS, self._limits.rows, self._limits.context_length)
+        end = time.perf_counter() + MEASURE_SECONDS
+        found = []
+        for count in sorted({1, most}):
+            rows = Rows(
+                np.zeros(count, np.int32),
+                np.arange(count, dtype=np.int32),
+                np.zeros(count, np.int32),
+                np.arange(count) == count - 1,  # decodes want an output each, prompts one in all
+            )
+            hidden = None if self.head else np.full((count, self._width), 0.01, np.float32)
+            times = []
+            for _ in range(MEASURED_PASSES):
+                began = time.perf_counter()
+                self._stack.forward(rows, hidden)
+                times.append(time.perf_counter() - began)
+                if time.perf_counter() > end:
+                    break
+            found.append((count, min(times)))
+        return tuple(found)
 
     def retarget(self, stage: int, stages: int) -> None:
         """Take another index, in a ring of another number of stages; weights and KV cache stay."""

@@ -12,26 +12,28 @@ from typing import TYPE_CHECKING
 from kvasir_peer.errors import UsageError
 from kvasir_peer.net import maddr
 from kvasir_peer.ring import stage_market as market
-from kvasir_peer.ring.offers import StageOffer
+from kvasir_peer.ring.offers import PASS_SECONDS, LinkTime, ModelNeeds, StageOffer
 from kvasir_peer.ring.plan import MAX_ADDRESS, MAX_ADDRESSES, MAX_LAYERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvasir_peer.ring.volunteering import Offer, Report
+    from kvasir_peer.ring.volunteering import Measured, Offer, Report
 
 # Slower than this (bytes of weights per second, seconds per layer) no peer is of use, and numbers beyond stay finite.
 LEAST_READ_RATE, MOST_LAYER_SECONDS = 1e4, 3600.0
+LEAST_LAYER_SECONDS = 1e-7  # quicker is no layer of anything
+MOST_LINK_SECONDS, LEAST_LINK_RATE = 60.0, 100.0
 MAX_BYTES = 1 << 50  # of memory or disk
 MAX_SLICES = 64  # on disk, that a report may name
 MAX_WORDS = 300  # characters of a reason; it is shown to clients
 
 
-def reported(peer: str, report: Report) -> market.Reported:
-    """A poll as the market takes it."""
+def reported(peer: str, report: Report, needs: ModelNeeds) -> market.Reported:
+    """A poll as the market of a model takes it."""
     return market.Reported(
         peer,
-        _offered(peer, report.offer),
+        _offered(peer, report.offer, needs),
         report.state,
         report.plan,
         report.epoch,
@@ -45,18 +47,45 @@ def reported(peer: str, report: Report) -> market.Reported:
     )
 
 
-def _offered(peer: str, offer: Offer) -> StageOffer:
+def link_times(report: Report) -> dict[str, LinkTime]:
+    """What a peer has measured, by the other peer."""
+    return {
+        link.peer: LinkTime(
+            min(link.seconds, MOST_LINK_SECONDS), link.rate if link.rate >= LEAST_LINK_RATE else 0.0
+        )
+        for link in report.links
+    }
+
+
+def _offered(peer: str, offer: Offer, needs: ModelNeeds) -> StageOffer:
     rate = offer.read_bytes_per_second
+    base, row = _per_layer(offer.measured, needs)
     return StageOffer(
         peer,
         min(max(offer.memory, 0), MAX_BYTES),
         min(max(offer.disk, 0), MAX_BYTES),
         engine=offer.engine[:32],
         read_rate=rate if LEAST_READ_RATE <= rate < math.inf else 0.0,
+        pass_base=base,
+        pass_row=row,
         addresses=leading_to(peer, offer.addresses),
         on_disk=frozenset(part for part in offer.on_disk[:MAX_SLICES] if _is_slice(part)),
         loaded=offer.loaded if offer.loaded is not None and _is_slice(offer.loaded) else None,
     )
+
+
+def _per_layer(measured: Measured | None, needs: ModelNeeds) -> tuple[float, float]:
+    """Seconds of a layer and pass, and of a layer and row; zeros where nothing (believable) was measured."""
+    if measured is None or measured.model != needs.model:
+        return 0.0, 0.0
+    if not (_is_slice((measured.first, measured.end)) and measured.end <= needs.n_layer):
+        return 0.0, 0.0
+    layers = needs.layers_of(measured.first, measured.end)
+    base = max(0.0, measured.base - PASS_SECONDS) / layers
+    row = measured.row / layers
+    if not LEAST_LAYER_SECONDS <= base + row <= MOST_LAYER_SECONDS:
+        return 0.0, 0.0
+    return base, row
 
 
 def _is_slice(part: tuple[int, int]) -> bool:

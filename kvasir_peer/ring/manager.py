@@ -20,11 +20,14 @@ import trio
 from kvasir_peer.agent.loop_lag import LoopLag
 from kvasir_peer.errors import LinkError, RefusedError, UsageError, WireError
 from kvasir_peer.progress import Progress
+from kvasir_peer.ring import link_probe, planner
 from kvasir_peer.ring import stage_market as market
-from kvasir_peer.ring.admission import leading_to, reported
+from kvasir_peer.ring.admission import leading_to, link_times, reported
 from kvasir_peer.ring.heartbeat import beat
-from kvasir_peer.ring.offers import ModelNeeds, Wishes
+from kvasir_peer.ring.link_times import MAX_MEASURED, LinkTimes
+from kvasir_peer.ring.offers import Forecast, ModelNeeds, Wishes
 from kvasir_peer.ring.plan import Plan, PlanStage, sign_plan
+from kvasir_peer.ring.replanning import forecast_now
 from kvasir_peer.ring.requests import RingRequests
 from kvasir_peer.ring.telemetry import (
     RingState,
@@ -164,6 +167,7 @@ class RingManager:
         self._token_links: dict[str, Link] = {}
         self._links_changed = trio.Event()
         self._refused = 0
+        self._link_times = LinkTimes(node.peer_id)
         self.telemetry = RingTelemetry()
         self._nursery: trio.Nursery | None = None
         node.on_peer(self._peer_event)
@@ -219,6 +223,8 @@ class RingManager:
     def _peer_event(self, event: PeerEvent) -> None:
         if event.peer in self._reports and self._nursery is not None:
             gone = event.state == "gone"
+            if gone:
+                self._link_times.forget(event.peer)
             self._apply(market.Disconnected(event.peer) if gone else market.Connected(event.peer))
 
     async def run(self) -> None:
@@ -247,9 +253,13 @@ class RingManager:
         self._admit(peer, report)
         self._reports[peer] = report
         self._note_figures(peer, report)
-        self._apply(reported(peer, report))
+        self._take_links(peer, report)
+        known = peer in self._market.members
+        self._apply(reported(peer, report, self._market.needs))
+        if not known:
+            self._measure_soon()
         orders = self._news(peer, report)
-        if orders is None and report.wait > 0:
+        if orders is None and report.wait > 0 and not self._links_due(peer):
             self._wake(peer)  # an older poll of the same peer has nothing to wait for any more
             held = self._polls[peer] = trio.Event()
             with trio.move_on_after(report.wait):
@@ -257,7 +267,42 @@ class RingManager:
             if self._polls.get(peer) is held:
                 del self._polls[peer]
             orders = self._news(peer, report)
-        return orders or self._standing(peer, report)
+        return self._with_links(peer, orders or self._standing(peer, report))
+
+    def _links_due(self, peer: str) -> bool:
+        return bool(self._link_times.due(peer, list(self._market.members), trio.current_time()))
+
+    def _measure_soon(self) -> None:
+        """Somebody has come: whoever is to measure the way there hears it at once."""
+        for other in list(self._polls):
+            if self._links_due(other):
+                self._wake(other)
+
+    def _take_links(self, peer: str, report: Report) -> None:
+        """What a peer has measured goes to the planner."""
+        now, members = trio.current_time(), list(self._market.members)
+        taken = [
+            self._link_times.take(peer, other, time, members, now)
+            for other, time in link_times(report).items()
+        ]
+        if any(taken):
+            self._apply(market.LinksMeasured(self._link_times.links))
+
+    def _with_links(self, peer: str, orders: Orders) -> Orders:
+        """Have a peer measure its way to others, and let it be measured by them."""
+        members = list(self._market.members)
+        now = trio.current_time()
+        due = self._link_times.due(peer, members, now)
+        self._link_times.asked(peer, due, now)
+        measure: list[Source] = []
+        for other in due:
+            if other == self._node.peer_id:
+                measure += self._sources_here()
+            elif other in self._reports:
+                addresses = leading_to(other, self._reports[other].offer.addresses)
+                measure.append(Source(other, addresses))
+        neighbours = [member for member in members[:MAX_MEASURED] if member != peer]
+        return msgspec.structs.replace(orders, measure=tuple(measure), neighbours=tuple(neighbours))
 
     def _note_figures(self, peer: str, report: Report) -> None:
         plan = self._plan
@@ -311,11 +356,11 @@ class RingManager:
             model=plan.model,
             slice=order.slice,
             preload=order.preload,
-            sources=self._sources(plan),
+            sources=self._sources_here(),
         )
 
-    def _sources(self, plan: Plan) -> tuple[Source, ...]:
-        return (Source(self._node.peer_id, tuple(self._node.addresses())),)
+    def _sources_here(self) -> tuple[Source, ...]:
+        return (Source(self._node.peer_id, self._market.bridge_addresses),)
 
     def _standing(self, peer: str, report: Report) -> Orders:
         """The answer when nothing is new: the peer goes on with what it does."""
@@ -397,6 +442,9 @@ class RingManager:
         """The tail or the head opens its tokens link."""
         with trio.move_on_after(HELLO_SECONDS) as scope:
             hello, _ = ring.OPENING.decode(await link.receive())
+        if isinstance(hello, ring.Hello) and hello.purpose == "probe" and self.admitted(link.remote_peer):
+            await link_probe.answer(link)
+            return
         if scope.cancelled_caught or not isinstance(hello, ring.Hello) or hello.purpose != "tokens":
             raise WireError("unexpected", "a bridge takes tokens links", peer=link.remote_peer)
         plan = self._plan
@@ -473,7 +521,7 @@ class RingManager:
 
     def status(self) -> Mapping[str, Any]:
         """Plan, state and figures, for ``GET /api/ring/{model}``."""
-        plan, forecast = self._plan, self._market.forecast
+        plan, forecast = self._plan, self._forecast()
         lag = self._lag.statistics()
         window = self._window()
         state = self._ring_state(window)
@@ -490,6 +538,7 @@ class RingManager:
             "dtype": self.settings.dtype,
             "wanted_stages": self.settings.stages,
             "forecast": msgspec.to_builtins(forecast) if forecast else None,
+            "words": self._words(),
             "refused_peers": self._refused,
             "requests": msgspec.to_builtins(self.requests.statistics()),
             "bridge": {
@@ -512,6 +561,23 @@ class RingManager:
                 self._other_status(peer) for peer in self._market.members if not self._has_place(peer)
             ],
         }
+
+    def _forecast(self) -> Forecast | None:
+        """What the ring should do, by what has been measured until now."""
+        state = self._market
+        if state.plan is None:
+            return None
+        offers = [member.offer for member in state.members.values()]
+        now = forecast_now(state.plan, offers, state.needs, state.links, state.wishes, state.memory)
+        return now or state.forecast
+
+    def _words(self) -> list[str]:
+        """Plan and forecast for a person to read."""
+        state, forecast = self._market, self._forecast()
+        if state.plan is None or forecast is None:
+            waiting = [f"{place.peer}: {place.why}" for place in state.places]
+            return [self.missing() or "no ring has been planned yet", *waiting]
+        return planner.describe(state.plan, state.needs, forecast, state.places)
 
     def _ring_bytes(self) -> int:
         """Bytes of frames that the bridge has sent and received on this epoch's ring links."""

@@ -55,6 +55,11 @@ class ModelNeeds:
     def n_layer(self) -> int:
         return len(self.layer_bytes)
 
+    def layers_of(self, first: int, end: int) -> float:
+        """Layers of a slice, the tail's output counted as so many layers as it has bytes of them."""
+        tail = self.tail_bytes if end == self.n_layer else 0
+        return end - first + tail / max(1.0, sum(self.layer_bytes) / self.n_layer)
+
     def file_bytes(self, first: int, end: int) -> int:
         """Bytes of the stage slice in the file."""
         total = sum(self.layer_bytes[first:end])
@@ -95,8 +100,7 @@ class StageOffer:
         """Expected seconds of a pass over the slice."""
         tail = needs.tail_bytes if end == needs.n_layer else 0
         if self.pass_base > 0 or self.pass_row > 0:
-            mean = max(1.0, sum(needs.layer_bytes) / needs.n_layer)
-            layers = end - first + tail / mean
+            layers = needs.layers_of(first, end)
             return Line(PASS_SECONDS + layers * self.pass_base, layers * self.pass_row)
         seconds = (sum(needs.layer_bytes[first:end]) + tail) / (self.read_rate or UNKNOWN_READ_RATE)
         return Line(PASS_SECONDS + BASE_SHARE * seconds, (1 - BASE_SHARE) * seconds)
@@ -156,6 +160,7 @@ class Forecast:
         first_token: seconds until the first token of a prompt of 512 tokens (or as many as the context
             holds), alone.
         slowest: index of the stage that is busiest.
+        by_link: whether the slowest link, not a stage, sets the pace of all together.
     """
 
     alone: float
@@ -163,6 +168,7 @@ class Forecast:
     requests: int
     first_token: float
     slowest: int
+    by_link: bool = False
 
     @property
     def score(self) -> float:
@@ -223,4 +229,5 @@ def forecast_of(costs: RingCosts, widths: Widths) -> Forecast:
     slowest = costs.slowest(rows)
     first = (math.ceil(prompt / rows) - 1) * slowest + costs.round_trip(rows)
     busiest = max(range(len(costs.stages)), key=lambda i: costs.stages[i].seconds(shape.rows))
-    return Forecast(1.0 / costs.round_trip(1), together, requests, first, busiest)
+    by_link = costs.hop_per_row * shape.rows > costs.stages[busiest].seconds(shape.rows)
+    return Forecast(1.0 / costs.round_trip(1), together, requests, first, busiest, by_link)

@@ -492,6 +492,11 @@ def describe(plan: Plan, needs: ModelNeeds, forecast: Forecast, places: Sequence
         f"forecast: {forecast.alone:.1f} tokens/s alone, {forecast.together:.1f} with {forecast.requests} requests, "
         f"first token of {min(FORECAST_PROMPT, widths.context_length - 1)} after {forecast.first_token:.1f} s",
     ]
+    if forecast.by_link:
+        lines.append(
+            "the slowest link sets the pace, not a stage"
+            + ("" if plan.dtype == "int8" else ": --boundary int8 would let fewer bytes cross it")
+        )
     words = {place.peer: place.why for place in places}
     for i, stage in enumerate(plan.stages):
         lines.append(

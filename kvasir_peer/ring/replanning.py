@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from kvasir_peer.ring.offers import (
+    Forecast,
     Links,
     Memory,
     ModelNeeds,
@@ -96,6 +97,44 @@ def replan(
     return Planned(made, "", tuple(places), forecast)
 
 
+def forecast_now(
+    plan: Plan,
+    offers: Sequence[StageOffer],
+    needs: ModelNeeds,
+    links: Links,
+    wishes: Wishes,
+    memory: Memory | None = None,
+) -> Forecast | None:
+    """What a plan's ring should do by what is known now; None where one of its peers is not there."""
+    here = {offer.peer: offer for offer in offers}
+    order = [here[stage.peer] for stage in plan.stages if stage.peer in here]
+    if len(order) < len(plan.stages):
+        return None
+    search = Search(needs, links, replace(wishes, dtype=plan.dtype, widths=plan.widths), plan.bridge, memory)
+    return search.forecast(order, [0, *(stage.end for stage in plan.stages)])
+
+
+def better_ring(
+    plan: Plan,
+    offers: Sequence[StageOffer],
+    needs: ModelNeeds,
+    links: Links,
+    wishes: Wishes,
+    *,
+    factor: float,
+    now: float = 0.0,
+    memory: Memory | None = None,
+) -> tuple[Planned, Forecast] | None:
+    """A ring planned anew, where it would be so many times as good; with the forecast of the present one."""
+    present = forecast_now(plan, offers, needs, links, wishes, memory)
+    planned = _anew(
+        plan, {o.peer: o for o in offers}, needs, links, wishes, now, memory, stages=wishes.stages
+    )
+    if present is None or planned.plan is None or planned.forecast is None:
+        return None
+    return (planned, present) if planned.forecast.score > factor * present.score else None
+
+
 def _substitute(
     search: Search,
     part: Slice,
@@ -153,12 +192,13 @@ def _anew(
     wishes: Wishes,
     now: float,
     memory: Memory | None,
+    stages: int | None = None,
 ) -> Planned:
     planned = plan_ring(
         needs,
         list(here.values()),
         links,
-        replace(wishes, stages=None, dtype=plan.dtype),
+        replace(wishes, stages=stages, dtype=plan.dtype),
         bridge=plan.bridge,
         plan_id=plan.id,
         epoch=plan.epoch + 1,

@@ -37,7 +37,7 @@ from kvasir_peer.ring.offers import (
 )
 from kvasir_peer.ring.plan import Plan
 from kvasir_peer.ring.planner import plan_ring
-from kvasir_peer.ring.replanning import replan
+from kvasir_peer.ring.replanning import better_ring, replan
 
 StageState = Literal["idle", "fetching", "loading", "loaded", "serving", "broken"]
 
@@ -68,6 +68,11 @@ GIVE_UP_SECONDS = 120.0
 LOOK_SECONDS = 5.0
 # Pauses between plans that did not come to serve, or not for long (seconds): a ring that can't stand must not spin.
 BACKOFF = (0.0, 0.5, 2.0, 5.0, 10.0)
+# Loading again for what the first passes have shown must make the ring so much better (times its score, and seconds per
+# token of one request); measurements are noisy, and everybody waits for it.
+REBALANCE, REBALANCE_SECONDS = 1.25, 0.010
+# A ring planned anew that is so much better is worth a word; what was computed and loaded would be lost with it.
+WORTH_A_WORD = 1.1
 STABLE_SECONDS = 5.0  # of serving, after which the pauses begin anew
 MAX_MEMBERS = 256
 
@@ -295,6 +300,7 @@ class MarketState:
     looked_at: float = 0.0
     stale: bool = True  # something changed since a plan was last looked for in vain
     active: int = 0
+    rebalanced: bool = False
     standing: object = None  # whom standbys were last sought for
 
     def summary(self) -> Mapping[str, object]:
@@ -661,9 +667,35 @@ class _Market:
             self._phase("preparing")
             self.decisions.append(Adopt(again, state.forecast, state.places, "a stage has lost its cache"))
             return
+        if not state.has_served and self._rebalance(plan):
+            return
         self._phase("starting")
         state.missing = "the stages are connecting to each other"
         self.decisions.append(Go(plan))
+
+    def _rebalance(self, plan: Plan) -> bool:
+        """Cut the layers again, once, where the passes and links measured meanwhile show a much better ring."""
+        state = self.state
+        offers = self._offers()
+        stages = [o for o in offers if plan.index_of(o.peer) is not None]
+        if state.rebalanced or any(not (o.pass_base or o.pass_row) for o in stages):
+            return False
+        state.rebalanced = True
+        found = better_ring(
+            plan, offers, state.needs, state.links, state.wishes, factor=REBALANCE, memory=state.memory
+        )
+        if found is None:
+            return False
+        planned, present = found
+        assert planned.forecast is not None
+        if 1 / present.alone - 1 / planned.forecast.alone < REBALANCE_SECONDS:
+            return False
+        self._adopt(
+            planned,
+            f"measured passes show a better cut: {planned.forecast.alone:.1f} tokens/s alone instead of "
+            f"{present.alone:.1f}",
+        )
+        return True
 
     # --- standbys and leaving ------------------------------------------------------------------------------
 
@@ -696,6 +728,34 @@ class _Market:
         for member in spare:
             if member.peer not in keeping:
                 self._set(member.peer, standby=parts.get(member.peer), preload=member.peer in parts)
+        self._say_who_would_help(plan)
+
+    def _say_who_would_help(self, plan: Plan) -> None:
+        """Tell both owners of a latecomer that would make the ring better; it gets no layers by itself."""
+        state = self.state
+        found = better_ring(
+            plan,
+            self._offers(),
+            state.needs,
+            state.links,
+            state.wishes,
+            factor=WORTH_A_WORD,
+            memory=state.memory,
+        )
+        if found is None:
+            return
+        planned, present = found
+        assert planned.plan is not None and planned.forecast is not None
+        helpers = [s.peer for s in planned.plan.stages if not self._has_place(s.peer)]
+        words = (
+            f"planned anew with it, the ring would do {planned.forecast.alone:.1f} tokens/s alone and "
+            f"{planned.forecast.together:.1f} together, now it does {present.alone:.1f} and {present.together:.1f}"
+        )
+        for peer in helpers:
+            self.decisions.append(Note(f"{peer} would make the ring better: {words}"))
+        state.places = tuple(
+            replace(p, why=f"{p.why}; {words}") if p.peer in helpers else p for p in state.places
+        )
 
     def _spread(self, keeping: dict[str, Slice], valid: set[Slice]) -> dict[str, Slice]:
         """Free one standby of a slice that has several, while another slice has none."""

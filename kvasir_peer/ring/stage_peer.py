@@ -17,15 +17,23 @@ from kvasir_peer.agent.engine import Engine
 from kvasir_peer.agent.loop_lag import LoopLag
 from kvasir_peer.agent.manifest_fetch import fetch_manifest
 from kvasir_peer.engines import orders as engine_orders
-from kvasir_peer.errors import KvasirError, LinkError, PlanError, RefusedError, WireError
+from kvasir_peer.errors import KvasirError, LinkError, PlanError, RefusedError, UsageError, WireError
 from kvasir_peer.models.manifest import Manifest
 from kvasir_peer.models.slices import StageSlice, chunks_of
-from kvasir_peer.ring import volunteering
+from kvasir_peer.ring import link_probe, volunteering
 from kvasir_peer.ring.head import HeadEpoch, HeadState
 from kvasir_peer.ring.offers import layers_text
 from kvasir_peer.ring.plan import Plan, decode_plan
 from kvasir_peer.ring.stage import WELCOME_SECONDS, RingBroken, StageEpoch, StageExperts, refuse
-from kvasir_peer.ring.volunteering import Orders, Report, StageFigures, StageState, Transfer
+from kvasir_peer.ring.volunteering import (
+    LinkReport,
+    Measured,
+    Orders,
+    Report,
+    StageFigures,
+    StageState,
+    Transfer,
+)
 from kvasir_peer.serving.widths import Widths
 from kvasir_peer.wire import ring
 from kvasir_peer.wire.tensors import tensor_bytes
@@ -50,6 +58,9 @@ RETRY_DELAYS = (
     8.0,
 )  # seconds before another poll after one that failed; the last one stays
 HELLO_SECONDS = 10.0  # for the first frame of a link
+STANDBY_RETRY_SECONDS = 10.0  # before a standby that could not get its slice ready tries again
+PROBE_RETRIES = (0.5, 2.0, 0.0)  # seconds after each try to measure the way to a peer that failed
+MAX_PROBES = 4  # of others, answered at once
 
 Sign = Callable[[bytes], bytes]
 Verify = Callable[[str, bytes, bytes], bool]
@@ -140,14 +151,19 @@ class StagePeer:
         self._kept = False
         self._preparing: _Prepared | None = None
         self._standby: tuple[int, int] | None = None
+        self._standing: tuple[_Prepared, Plan, tuple[volunteering.Source, ...]] | None = None
         self._preload = False
         self._on_disk: set[tuple[int, int]] = set()
+        self._measured: Measured | None = None
+        self._neighbours: frozenset[str] = frozenset()
+        self._links: dict[str, LinkReport] = {}  # not reported yet
         self._reason = ""
         self._lost = ""
         self._transfer: Transfer | None = None
         self._epoch: StageEpoch | None = None
         self._epoch_changed = trio.Event()
         self._head_state: HeadState | None = None
+        self._probes = 0
         self._leaving = False
         self._over = trio.Event()
         self._moved = trio.Event()
@@ -253,6 +269,7 @@ class StagePeer:
                 read_bytes_per_second=self._config.read_bytes_per_second,
                 on_disk=tuple(sorted(self._on_disk)),
                 loaded=(self._loaded.first, self._loaded.end) if self._loaded else None,
+                measured=self._measured,
             ),
             secret=self._config.secret,
             state=self._state,
@@ -267,8 +284,10 @@ class StagePeer:
             preload=self._preload,
             transfer=self._transfer,
             figures=self.statistics() if self._epoch is not None else None,
+            links=tuple(self._links.values()),
             wait=wait,
         )
+        said = dict(self._links)
         try:
             with trio.fail_after(wait + ANSWER_SECONDS):
                 answer = await client.post("/api/stage-volunteer", content=msgspec.json.encode(body))
@@ -278,6 +297,7 @@ class StagePeer:
             raise RefusedError(f"the bridge refuses this peer: {answer.text[:200]}")
         if answer.status_code != 200:
             raise LinkError(f"the bridge answered {answer.status_code}: {answer.text[:200]}")
+        self._links = {peer: link for peer, link in self._links.items() if said.get(peer) is not link}
         try:
             return msgspec.json.decode(answer.content, type=Orders)
         except msgspec.DecodeError as error:
@@ -302,6 +322,11 @@ class StagePeer:
 
     async def _follow(self, orders: Orders) -> None:
         """Do what the bridge says."""
+        if orders.neighbours:
+            self._neighbours = frozenset(orders.neighbours)
+        if orders.measure:
+            assert self._nursery is not None
+            self._nursery.start_soon(self._measure_links, orders.measure)
         if orders.assigned == "retire":
             self._stop_serving()
             self._stop_preparing()
@@ -322,6 +347,20 @@ class StagePeer:
         if orders.assigned == "wait" and self._plan is None and self._state == "idle":
             self._tell(StageNews("idle", orders.why or "waiting for a place in the ring"))
 
+    async def _measure_links(self, others: tuple[volunteering.Source, ...]) -> None:
+        for other in others:
+            for pause in PROBE_RETRIES:
+                try:
+                    time = await link_probe.measure(self._node, other.peer, other.addresses)
+                except (LinkError, UsageError) as error:
+                    logger.info("the way to %s was not measured: %s", other.peer, error)
+                    await trio.sleep(pause)  # it may not have heard yet that it is to be measured
+                else:
+                    self._links[other.peer] = LinkReport(other.peer, time.seconds, time.rate)
+                    break
+        if self._links:
+            self._urgent()
+
     def _take_place(self, plan: Plan, sources: tuple[volunteering.Source, ...]) -> None:
         known = self._plan
         if known is not None and known.id == plan.id and plan.epoch <= known.epoch:
@@ -341,7 +380,8 @@ class StagePeer:
         self._stop_serving()
         self._plan, self._reason, self._standby, self._preload = None, "", part, orders.preload
         wanted = _Prepared(plan.model, part[0], part[1], plan.widths, plan.dtype)
-        self._prepare(wanted, plan, orders.sources)
+        self._standing = (wanted, plan, orders.sources)
+        self._prepare(*self._standing)
 
     def _prepare(self, wanted: _Prepared, plan: Plan, sources: tuple[volunteering.Source, ...]) -> None:
         if self._preparing == wanted:
@@ -390,6 +430,11 @@ class StagePeer:
             except (KvasirError, trio.TooSlowError) as error:
                 self._reason = str(error) or "the engine does not come up"
                 self._set("broken", f"{label} can't be made ready: {self._reason}")
+                if self._plan is None:  # nobody waits for a standby, and nobody gives it another order
+                    self._urgent()
+                    await trio.sleep(STANDBY_RETRY_SECONDS)
+                    self._stand_again()
+                    return
             self._preparation = self._preparing = None
             self._urgent()
 
@@ -450,6 +495,8 @@ class StagePeer:
             # One in the engine, the rest waiting for it or for the link.
             arena=engine_orders.ArenaShape(plan.widths.max_in_flight + 1, boundary),
             memory_limit=self._config.memory,
+            # Who takes over in the middle of answers has no time for it.
+            measure=self._plan is None or plan.epoch == 1,
         )
         manifest = None
         if self._experts is not None:
@@ -469,9 +516,18 @@ class StagePeer:
         for note in answer.notes:
             logger.warning("%s", note)
         self._loaded = wanted
+        self._note_passes(plan, wanted, answer.passes)
         if self._experts is not None and manifest is not None:
             self._experts.loaded(manifest, wanted.first, wanted.end, plan.widths.max_requests)
         return f"{label} loaded in {answer.seconds:.1f} s, {answer.resident_bytes / 1e6:.0f} MB"
+
+    def _note_passes(self, plan: Plan, loaded: _Prepared, passes: tuple[tuple[int, float], ...]) -> None:
+        """Make a line of what passes took: it is reported, and the bridge cuts layers by it."""
+        if not passes:
+            return
+        (few, least), (many, most) = passes[0], passes[-1]
+        row = max(0.0, most - least) / (many - few) if many > few else 0.0
+        self._measured = Measured(plan.model, loaded.first, loaded.end, max(0.0, least - row * few), row)
 
     def _engine_crashed(self) -> None:
         self._loaded, self._kept = None, False
@@ -483,6 +539,14 @@ class StagePeer:
             self._reason = "the engine process died and is being restarted"
             self._set("broken", self._reason)
             self._urgent()
+        elif self._standby is not None and self._preparing is None:
+            self._stand_again()
+
+    def _stand_again(self) -> None:
+        """Get the slice ready once more that this peer stands by with."""
+        self._preparation = self._preparing = None
+        if self._standby is not None and self._standing is not None:
+            self._prepare(*self._standing)
 
     # -- serving an epoch -----------------------------------------------------------------------------------
 
@@ -541,6 +605,9 @@ class StagePeer:
             hello, _ = ring.OPENING.decode(await link.receive())
         if scope.cancelled_caught or not isinstance(hello, ring.Hello):
             raise WireError("unexpected", "a ring link must begin with a hello", peer=link.remote_peer)
+        if hello.purpose == "probe":
+            await self._take_probe(link)
+            return
         epoch = await self._epoch_for(hello)
         if epoch is None:
             current = self._plan.epoch if self._plan else 0
@@ -551,6 +618,17 @@ class StagePeer:
             )
         else:
             await epoch.admit(link, hello)
+
+    async def _take_probe(self, link: Link) -> None:
+        if link.remote_peer not in self._neighbours:
+            await refuse(link, "stranger", "the bridge has not named this peer as one that measures here")
+        if self._probes >= MAX_PROBES:
+            await refuse(link, "busy", "others are measuring")
+        self._probes += 1
+        try:
+            await link_probe.answer(link)
+        finally:
+            self._probes -= 1
 
     async def _epoch_for(self, hello: ring.Hello) -> StageEpoch | None:
         """The running epoch that a hello names; one that is about to start here is waited for."""

@@ -29,6 +29,16 @@ Addresses = Annotated[tuple[Address, ...], Meta(max_length=256)]
 Slices = Annotated[tuple[tuple[Layer, Layer], ...], Meta(max_length=1024)]
 
 
+class Measured(msgspec.Struct, frozen=True):
+    """What passes over layers ``[first, end)`` of a model took: ``base + row × rows`` seconds."""
+
+    model: Name
+    first: Layer
+    end: Layer
+    base: Amount
+    row: Amount
+
+
 class Offer(msgspec.Struct, frozen=True):
     """What a peer's owner gives.
 
@@ -41,6 +51,7 @@ class Offer(msgspec.Struct, frozen=True):
         read_bytes_per_second: measured rate at which the engine goes through quantised weights; 0 if unknown.
         on_disk: slices (first, end) whose chunks are in the store.
         loaded: slice (first, end) that the engine holds.
+        measured: what passes took when layers were loaded last.
     """
 
     memory: Count
@@ -53,6 +64,7 @@ class Offer(msgspec.Struct, frozen=True):
     read_bytes_per_second: Amount = 0.0
     on_disk: Slices = ()
     loaded: tuple[Layer, Layer] | None = None
+    measured: Measured | None = None
 
 
 class Transfer(msgspec.Struct, frozen=True):
@@ -82,6 +94,14 @@ class StageFigures(msgspec.Struct, frozen=True):
     round_trip_ms: Amount = 0.0
 
 
+class LinkReport(msgspec.Struct, frozen=True):
+    """The way to another peer: seconds one way for an empty frame, bytes per second (0: too quick to tell)."""
+
+    peer: Name
+    seconds: Amount
+    rate: Amount = 0.0
+
+
 class Report(msgspec.Struct, frozen=True):
     """One poll.
 
@@ -97,6 +117,7 @@ class Report(msgspec.Struct, frozen=True):
         kept: whether the KV cache of the slice is still there.
         leaving: the owner wants the machine back; the place should be given to somebody else.
         standby: slice (first, end) that the peer gets or keeps ready as a standby, and whether it loads it.
+        links: ways to other peers that were measured since the last report.
         wait: seconds to hold the request when there is no news.
     """
 
@@ -114,6 +135,7 @@ class Report(msgspec.Struct, frozen=True):
     preload: bool = False
     transfer: Transfer | None = None
     figures: StageFigures | None = None
+    links: Annotated[tuple[LinkReport, ...], Meta(max_length=64)] = ()
     wait: float = 0.0
 
 
@@ -137,6 +159,8 @@ class Orders(msgspec.Struct, frozen=True):
         slice: (first, end) to hold as standby; ``plan`` is then the present plan, for its widths.
         preload: load the slice too, do not just keep it on disk.
         sources: where to fetch chunks, best first.
+        measure: peers whose distance the bridge wants to know.
+        neighbours: peers that may measure the way to this one.
     """
 
     assigned: Literal["stage", "standby", "wait", "retire"]
@@ -148,3 +172,5 @@ class Orders(msgspec.Struct, frozen=True):
     slice: tuple[int, int] | None = None
     preload: bool = False
     sources: tuple[Source, ...] = ()
+    measure: tuple[Source, ...] = ()
+    neighbours: tuple[str, ...] = ()

@@ -6,6 +6,7 @@ A link carries one purpose, named by the :class:`Hello` that opens it:
 ``results``   tail to head: :class:`Result`
 ``tokens``    tail to bridge: :class:`Result`; head to bridge: :class:`Composed`, :class:`Ended`
 ``requests``  bridge to head: :class:`Submit`, :class:`Resumed`, :class:`Cancel`
+``probe``     between peers that the bridge has named to each other: :class:`Ping` with a payload, to measure the way
 
 :class:`Ping` may be sent on any of them and is answered by the other side's agent with :class:`Pong`.
 A side that refuses says why with :class:`Refusal` and closes the link.
@@ -27,7 +28,7 @@ from kvasir_peer.wire.tensors import tensor_bytes
 
 PROTOCOL = "/kvasir/ring/1"
 
-Purpose = Literal["batches", "results", "tokens", "requests"]
+Purpose = Literal["batches", "results", "tokens", "requests", "probe"]
 
 # A header is bounded by what the plan's widths allow, plus this: ids, digests, signature, and one trace entry
 # for each stage (a ring has at most 64 stages, an entry takes at most 64 bytes: 5 doubles and four integers).

@@ -24,7 +24,7 @@ from kvasir_peer import identity
 from kvasir_peer.engines.base import F32, LayerStack, MemoryEstimate, Rows, StackSpec
 from kvasir_peer.engines.orders import PassDone
 from kvasir_peer.engines.stage_runner import StageRunner
-from kvasir_peer.errors import EngineError, KvasirError, LinkError, NotReadyError, WireError
+from kvasir_peer.errors import BusyError, EngineError, KvasirError, LinkError, NotReadyError, WireError
 from kvasir_peer.net.link import Link
 from kvasir_peer.net.memory import memory_link_pair
 from kvasir_peer.ring.head import HeadEpoch, HeadState
@@ -33,7 +33,7 @@ from kvasir_peer.ring.requests import RingRequests
 from kvasir_peer.ring.stage import RingBroken, StageEpoch
 from kvasir_peer.serving.widths import Widths
 from kvasir_peer.wire import ring
-from kvasir_peer.wire.sampling import GREEDY
+from kvasir_peer.wire.sampling import GREEDY, Sampling
 
 VOCAB, N_EMBD = 97, 4
 PIECE = 1 << 16  # a hidden value is four of them, each exact as a float32
@@ -415,11 +415,27 @@ class MemoryRing:
     ) -> list[int]:
         """The answer to a prompt; with ``hang_up`` the client goes after so many tokens."""
         sampling = msgspec.structs.replace(GREEDY, prompt_length=len(prompt))
-        while not self.requests.attached:
-            await trio.sleep(0.01)
         tokens: list[int] = []
+        while True:
+            while not self.requests.attached:
+                await trio.sleep(0.01)
+            try:
+                return await self._ask(list(prompt), max_tokens, sampling, stop, hang_up, tokens)
+            except BusyError:
+                assert not tokens, "who has begun is never turned away"
+                await trio.sleep(0.1)
+
+    async def _ask(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        sampling: Sampling,
+        stop: frozenset[int],
+        hang_up: int | None,
+        tokens: list[int],
+    ) -> list[int]:
         try:
-            async with self.requests.generate(list(prompt), max_tokens, sampling, stop) as answer:
+            async with self.requests.generate(prompt, max_tokens, sampling, stop) as answer:
                 if hang_up == 0:
                     return tokens
                 async for token in answer:

@@ -22,6 +22,7 @@ from kvasir_peer.ring.stage_market import (
     Go,
     Halt,
     MarketState,
+    Note,
     Order,
     Reported,
     RingBroke,
@@ -58,6 +59,7 @@ class Peer:
     poll_since: float = -100.0
     dirty: bool = True
     fails_to_load: bool = False
+    layer_seconds: float = 0.0  # what it measures when it has loaded something
     filled: tuple[tuple[int, int], int] | None = None  # (slice, generation) of what its KV cache holds
     generation: int = 0
 
@@ -170,7 +172,12 @@ class Swarm:
             self.tell(
                 Reported(
                     peer.name,
-                    replace(offer(peer.name, peer.memory), loaded=peer.loaded, on_disk=frozenset(peer.disk)),
+                    replace(
+                        offer(peer.name, peer.memory),
+                        loaded=peer.loaded,
+                        on_disk=frozenset(peer.disk),
+                        pass_base=peer.layer_seconds if peer.disk else 0.0,
+                    ),
                     peer.state,  # type: ignore[arg-type]
                     peer.plan.id if peer.plan else "",
                     peer.plan.epoch if peer.plan else 0,
@@ -285,6 +292,43 @@ def test_a_latecomer_stands_by_and_the_ring_is_not_disturbed() -> None:
     assert len(swarm.epochs) == 1
     assert order_for(swarm.state, "d").kind == "standby"
     assert swarm.peers["d"].loaded in {(f, e) for _, f, e in swarm.places()}
+
+
+def test_layers_are_cut_again_once_by_what_the_first_passes_took() -> None:
+    swarm = Swarm(2)
+    swarm.add("quick", layer_seconds=0.010)
+    swarm.add("slow", layer_seconds=0.040)
+    swarm.run(10.0)
+    layers = {peer: end - first for peer, first, end in swarm.places()}
+    assert layers["quick"] > 3 * layers["slow"], "it looked alike, and was not"
+    assert len(swarm.epochs) == 2
+    whys = [d.why for _, d in swarm.log if isinstance(d, Adopt)]
+    assert whys[0] == "the ring is complete" and whys[1].startswith("measured passes show a better cut: ")
+    assert not any(isinstance(d, Halt) for _, d in swarm.log), "nothing was served yet"
+
+
+def test_small_differences_move_no_layers() -> None:
+    swarm = Swarm(2)
+    swarm.add("a", layer_seconds=0.010)
+    swarm.add("b", layer_seconds=0.011)
+    swarm.run(10.0)
+    assert len(swarm.epochs) == 1
+
+
+def test_a_latecomer_that_would_make_the_ring_better_is_told_so() -> None:
+    swarm = Swarm(2)
+    swarm.add("a", layer_seconds=0.030)
+    swarm.add("b", layer_seconds=0.030)
+    swarm.run(8.0)
+    swarm.add("alike", layer_seconds=0.030, disk={(0, 12)})
+    swarm.run(3.0)
+    assert "planned anew" not in order_for(swarm.state, "alike").why
+    swarm.add("quick", layer_seconds=0.003, disk={(0, 12)})
+    swarm.run(3.0)
+    assert len(swarm.epochs) == 1 and order_for(swarm.state, "quick").kind == "standby"
+    assert "planned anew with it, the ring would do" in order_for(swarm.state, "quick").why
+    notes = [d.text for _, d in swarm.log if isinstance(d, Note) and "would make the ring better" in d.text]
+    assert len(notes) == 1 and notes[0].startswith("quick ")
 
 
 def test_a_killed_stage_is_replaced_by_the_loaded_standby_in_seconds() -> None:

@@ -175,7 +175,7 @@ class Swarm:
 
     def name_of(self, peer: str) -> str:
         """Name of the stage process with this peer id."""
-        return next(name for name, stage in self.stages.items() if peer in stage.output)
+        return next(name for name, stage in self.stages.items() if f"start: {peer}" in stage.output)
 
     def wait_for_standbys(self, count: int, seconds: float = START_SECONDS) -> dict:
         """The ring's status once so many peers stand by, each with its slice loaded, no slice twice before all once."""
