@@ -23,6 +23,7 @@ from kvasir_peer.errors import (
     WireError,
 )
 from kvasir_peer.net.link import Priority
+from kvasir_peer.serving.tokens import PAUSE_COMMENT_SECONDS, PAUSE_LIMIT_SECONDS, Token
 from kvasir_peer.wire import coordinator as wire
 from kvasir_peer.wire import ring
 from kvasir_peer.wire.sampling import Sampling
@@ -36,28 +37,7 @@ logger = logging.getLogger(__name__)
 
 OPEN_SECONDS = 20.0
 RETRY_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0)
-PAUSE_COMMENT_SECONDS = 3.0  # a client hears something this often while its answer pauses
-PAUSE_LIMIT_SECONDS = 180.0  # an answer that could not go on for so long ends with an error
 NOBODY = "no coordinator serves this model"
-
-
-@dataclass(frozen=True)
-class Token:
-    """One token of an answer.
-
-    Attributes:
-        token: its id, or -1 for a remark without a token.
-        logprob: of the token; 0 where none was asked for.
-        top: best tokens with their log-probabilities.
-        final: ``stop`` or ``length`` with the last token.
-        remark: why the answer pauses.
-    """
-
-    token: int
-    logprob: float = 0.0
-    top: tuple[tuple[int, float], ...] = ()
-    final: str = ""
-    remark: str = ""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import trio
 
 from kvasir_peer.errors import BusyError, EngineError, LinkError, NotReadyError, WireError
 from kvasir_peer.net.link import Priority
+from kvasir_peer.serving.tokens import PAUSE_COMMENT_SECONDS, PAUSE_LIMIT_SECONDS, Token
 from kvasir_peer.wire import ring
 from kvasir_peer.wire.sampling import Sampling
 
@@ -29,30 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PAUSE_COMMENT_SECONDS = 3.0  # a client hears something this often while its answer pauses
-PAUSE_LIMIT_SECONDS = 180.0  # an answer that could not go on for so long ends with an error
 MAX_UNPAIRED_DIGESTS = (
     1024  # batches whose head's or tail's word is still missing; far over what is in flight
 )
-
-
-@dataclass(frozen=True)
-class Token:
-    """One token of an answer.
-
-    Attributes:
-        token: its id, or -1 for a remark without a token.
-        logprob: of the token; 0 where none was asked for.
-        top: best tokens with their log-probabilities.
-        final: ``stop`` or ``length`` with the last token.
-        remark: why the answer pauses.
-    """
-
-    token: int
-    logprob: float = 0.0
-    top: tuple[tuple[int, float], ...] = ()
-    final: str = ""
-    remark: str = ""
 
 
 @dataclass(frozen=True)
