@@ -234,6 +234,8 @@ class Host:
                 family = socket.AF_INET6 if ":" in host else socket.AF_INET
                 sock = trio.socket.socket(family, socket.SOCK_STREAM)
                 opened.append((sock, websocket))
+                # Connections inherit it, so that a peer that is started again gets its port while they time out.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if hasattr(socket, "SO_REUSEPORT"):
                     # Hole punching dials from the port that listens.
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
