@@ -119,6 +119,11 @@ def check_url(url: str) -> httpx.URL:
     return parsed
 
 
+def is_local(url: str) -> bool:
+    """Whether an address leads to this machine. Raises ModelFileError where it is none that may be used."""
+    return check_url(url).host in _LOOPBACK
+
+
 def shown(url: httpx.URL) -> str:
     """An address for messages: without a password, and without a query that may hold a key."""
     return str(url.copy_with(username=None, password=None, query=None, fragment=None))

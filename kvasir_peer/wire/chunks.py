@@ -16,6 +16,7 @@ PROTOCOL = "/kvasir/chunks/1"
 
 MAX_CHUNK_BYTES = 4 << 20  # the manifest cuts larger tensors
 MAX_WANTS = 64  # hashes in one request, and chunks one peer may have outstanding on a link
+MAX_PERMIT, MAX_SIGNATURE = 1024, 128  # bytes of a permit and of its signature
 _MAX_HEADER = 4096
 MAX_CHUNK_FRAME = PREFIX_BYTES + _MAX_HEADER + MAX_CHUNK_BYTES
 MAX_WANT_FRAME = PREFIX_BYTES + _MAX_HEADER
@@ -43,4 +44,16 @@ class Lack(msgspec.Struct, frozen=True, array_like=True):
     reason: str
 
 
-CODEC = Codec({1: Want, 2: Have, 3: Lack}, max_header=_MAX_HEADER)
+class Permit(msgspec.Struct, frozen=True, array_like=True):
+    """The bridge's word that the asker may fetch chunks: the first frame to a peer that is not the bridge.
+
+    Attributes:
+        data: what was signed, see :mod:`kvasir_peer.experts.permits`.
+        signature: of the bridge.
+    """
+
+    data: Annotated[bytes, Meta(max_length=MAX_PERMIT)]
+    signature: Annotated[bytes, Meta(max_length=MAX_SIGNATURE)]
+
+
+CODEC = Codec({1: Want, 2: Have, 3: Lack, 4: Permit}, max_header=_MAX_HEADER)
