@@ -22,6 +22,7 @@ from kvasir_peer.errors import (
     UsageError,
     WireError,
 )
+from kvasir_peer.experts.patience import Patience
 from kvasir_peer.net.link import Priority
 from kvasir_peer.serving.tokens import PAUSE_COMMENT_SECONDS, PAUSE_LIMIT_SECONDS, Token
 from kvasir_peer.wire import coordinator as wire
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OPEN_SECONDS = 20.0
-RETRY_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0)
+# Polls of its slots in a row that a coordinator leaves unanswered, without any other word, until its requests go
+# elsewhere: with 4 s for each, a process that was stopped is noticed in 12 to 15 s. One that died is noticed at once.
+SILENT_POLLS = 3
 NOBODY = "no coordinator serves this model"
 
 
@@ -63,7 +66,8 @@ class _Active:
     stop_tokens: frozenset[int]
     priority: int
     deadline: float
-    on: str = ""
+    on: str = ""  # the coordinator that has it; empty while it waits for one
+    not_before: float = 0.0  # a full queue has named this time for the next try
     tokens: list[int] = field(default_factory=list)
     ready: list[Token] = field(default_factory=list)
     news: trio.Event = field(default_factory=trio.Event)
@@ -81,6 +85,7 @@ class _Attached:
     link: Link
     codec: Codec
     welcome: wire.Welcome
+    unanswered: int = 0
     answers: dict[int, tuple[trio.Event, list[wire.Slots]]] = field(default_factory=dict)
 
 
@@ -99,6 +104,7 @@ class Coordinators:
         self._changed = changed
         self._attached: dict[str, _Attached] = {}
         self._wanted: dict[str, trio.CancelScope] = {}
+        self._kicks: dict[str, trio.Event] = {}
         self._addresses: dict[str, tuple[str, ...]] = {}
         self._active: dict[int, _Active] = {}
         self._ids = itertools.count(secrets.randbits(62))
@@ -122,22 +128,24 @@ class Coordinators:
         """Hold a link to a coordinator until :meth:`drop`."""
         self._addresses[peer] = addresses
         if peer in self._wanted:
+            self._kicks.pop(peer, trio.Event()).set()  # it is there now, whatever the last tries came to
             return
-        failures = 0
+        patience = Patience()
         with trio.CancelScope() as self._wanted[peer]:
             while True:
                 try:
                     attached = await self._open(peer)
-                    failures = 0
+                    patience.succeeded()
                     await self._serve(attached)
                 except (LinkError, WireError, RefusedError) as error:
                     logger.info("coordinator %s: %s", peer, error)
-                await trio.sleep(RETRY_DELAYS[min(failures, len(RETRY_DELAYS) - 1)])
-                failures += 1
+                kick = self._kicks[peer] = trio.Event()
+                await patience.pause(kick)
 
     def drop(self, peer: str) -> None:
         """Let go of a coordinator that is gone."""
         scope = self._wanted.pop(peer, None)
+        self._kicks.pop(peer, None)
         if scope is not None:
             scope.cancel()
 
@@ -172,12 +180,11 @@ class Coordinators:
     async def _serve(self, attached: _Attached) -> None:
         self._attached[attached.peer] = attached
         self._changed()
+        self._wake_waiting()
         try:
-            for active in [a for a in self._active.values() if not a.on]:
-                self._resubmitted += 1
-                await self._submit(active)
             while True:
                 message, _ = attached.codec.decode(await attached.link.receive())
+                attached.unanswered = 0
                 self._take(attached, message)
         finally:
             attached.link.close()
@@ -185,17 +192,16 @@ class Coordinators:
                 del self._attached[attached.peer]
             for event, _ in attached.answers.values():
                 event.set()
+            for active in self._active.values():
+                if active.on == attached.peer:
+                    active.on = ""
             self._changed()
-            await self._move(attached.peer)
+            self._wake_waiting()
 
-    async def _move(self, peer: str) -> None:
-        """Requests of a lost coordinator go on at another one, from their tokens."""
-        with trio.move_on_after(2, shield=True):
-            for active in [a for a in self._active.values() if a.on == peer]:
-                active.on = ""
-                if self._attached:
-                    self._resubmitted += 1
-                    await self._submit(active)
+    def _wake_waiting(self) -> None:
+        """Requests without a coordinator look for one, each in the task that waits for its tokens."""
+        for active in self._active.values():
+            if not active.on:
                 active.wake()
 
     def _take(self, attached: _Attached, message: object) -> None:
@@ -234,7 +240,11 @@ class Coordinators:
         if active is None or active.on != peer or active.done or ended.reason in ("stop", "length"):
             return
         text = ended.message or f"the answer ended: {ended.reason}"
-        if ended.reason == "busy":
+        if ended.reason == "busy" and active.tokens:
+            # An answer that has begun is not refused where it wants to go on: it waits, and tries again.
+            active.on = ""
+            active.not_before = trio.current_time() + (ended.retry_after or 2.0)
+        elif ended.reason == "busy":
             active.error = BusyError(text, retry_after=ended.retry_after or 2.0)
         else:
             active.error = EngineError(text)
@@ -255,16 +265,24 @@ class Coordinators:
             logger.info("the slots of %s could not be read: %s", peer, error)
         finally:
             attached.answers.pop(nonce, None)
+        if not answers and self._attached.get(peer) is attached:
+            attached.unanswered += 1
+            if attached.unanswered >= SILENT_POLLS:
+                logger.warning("coordinator %s is silent: its link is closed", peer)
+                attached.link.close()
         return answers[0] if answers else None
 
     # -- requests -------------------------------------------------------------------------------------------
 
     async def _submit(self, active: _Active) -> None:
+        """Give a request to the least busy coordinator that can hold it; there must be one that is attached."""
         load = {peer: 0 for peer in self._attached}
         for other in self._active.values():
             if other.on in load:
                 load[other.on] += 1
-        peer = min(load, key=lambda p: (load[p] / self._attached[p].welcome.slots, p))
+        whole = len(active.prompt) + active.max_tokens
+        fit = [p for p in load if self._attached[p].welcome.context_length >= whole] or list(load)
+        peer = min(fit, key=lambda p: (load[p] / self._attached[p].welcome.slots, p))
         attached = self._attached[peer]
         active.on = peer
         now = trio.current_time()
@@ -339,18 +357,32 @@ class Coordinators:
             if active.error is not None:
                 raise active.error
             news = active.news
-            with trio.move_on_after(PAUSE_COMMENT_SECONDS):
+            now = trio.current_time()
+            if not active.on and self._attached and now >= active.not_before:
+                self._resubmitted += 1
+                await self._submit(active)
+            wait = PAUSE_COMMENT_SECONDS
+            if not active.on and self._attached:
+                wait = max(0.0, min(wait, active.not_before - now))
+            with trio.move_on_after(wait):
                 await news.wait()
             if active.on:
                 paused_since = None
                 continue
             now = trio.current_time()
+            if self._attached and now >= active.not_before:
+                continue
             paused_since = paused_since if paused_since is not None else now
             if now - paused_since > PAUSE_LIMIT_SECONDS:
-                active.error = NotReadyError(f"the answer could not go on: {NOBODY}")
+                active.error = NotReadyError(
+                    f"the answer could not go on within {PAUSE_LIMIT_SECONDS:.0f} s: {self._why_not()}"
+                )
                 raise active.error
             if not active.ready:
-                yield Token(-1, remark=NOBODY)
+                yield Token(-1, remark=self._why_not())
+
+    def _why_not(self) -> str:
+        return "every coordinator's queue is full" if self._attached else NOBODY
 
     def statistics(self) -> CoordinatorStatistics:
         """A snapshot."""
