@@ -15,11 +15,12 @@ from kvasir_peer.agent.chunk_transfer import Download, TransferProgress
 from kvasir_peer.agent.manifest_fetch import fetch_manifest
 from kvasir_peer.engines import orders
 from kvasir_peer.engines.architectures import ModelShape
-from kvasir_peer.errors import EngineError, KvasirError, LinkError, RefusedError, WireError
+from kvasir_peer.errors import EngineError, LinkError, RefusedError, WireError
 from kvasir_peer.experts.coordinator import Coordinator
 from kvasir_peer.experts.dispatch_policy import DispatchSettings, SlotReading
 from kvasir_peer.experts.dispatcher import Dispatcher, DispatcherConfig
-from kvasir_peer.experts.market_client import MarketClient
+from kvasir_peer.experts.market_client import MarketClient, download_sources
+from kvasir_peer.experts.patience import Patience
 from kvasir_peer.experts.verification import Mode
 from kvasir_peer.experts.volunteering import Join, Joined
 from kvasir_peer.models.slices import StageSlice, chunks_of
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 JOIN_WAIT = 10.0  # seconds that the bridge holds the heartbeat
-MAP_WAIT = 40.0
-RETRY_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0)
 HELLO_SECONDS = 10.0
 EXPERT_BUFFERS = 24  # of the arena, for local parts, stand-ins and checks, beside the passes
 NEWS_QUEUED = 4096  # messages for the bridge that wait for its link
@@ -135,15 +134,14 @@ class CoordinatorPeer:
             await self._serve(order, shape)
 
     async def _join(self) -> Joined:
-        failures = 0
+        patience = Patience()
         while True:
             try:
                 self._tell(CoordinatorNews("joining", "asks the bridge for its model"))
                 return await self._market.join(Join(self._config.secret))
             except LinkError as error:
                 self._tell(CoordinatorNews("joining", f"the bridge does not answer; trying again ({error})"))
-                await trio.sleep(RETRY_DELAYS[min(failures, len(RETRY_DELAYS) - 1)])
-                failures += 1
+                await patience.pause()
 
     async def _fetch(self, joined: Joined) -> tuple[orders.LoadStage, ModelShape]:
         from kvasir_peer.engines.architectures import parse
@@ -160,8 +158,7 @@ class CoordinatorPeer:
 
         await trio.to_thread.run_sync(self._store.ensure_room, chunks)
         await trio.to_thread.run_sync(self._store.pin, "coordinator", [c.hash for c in chunks])
-        sources = [(source.peer, source.addresses) for source in joined.sources]
-        await Download(self._node, self._store, chunks, progress).run(sources)
+        await Download(self._node, self._store, chunks, progress).run(download_sources(joined.sources))
         source = await trio.to_thread.run_sync(StoreSource, self._store, manifest, part)
         shape = parse(source.metadata, source.tensors)
         context = config.context_length or min(shape.context_length, 4096)
@@ -250,7 +247,7 @@ class CoordinatorPeer:
             nursery.start_soon(self._heartbeat)
             if dispatcher is not None:
                 await nursery.start(dispatcher.run)
-                nursery.start_soon(self._follow_map, dispatcher)
+                nursery.start_soon(self._market.follow_map, self._model, 0, dispatcher.follow)
             self._tell(CoordinatorNews("serving", f"takes {config.slots} requests at once"))
             while True:
                 try:
@@ -262,18 +259,17 @@ class CoordinatorPeer:
                     self._tell(CoordinatorNews("serving", "goes on with all requests"))
 
     async def _reload(self, order: orders.LoadStage) -> None:
-        failures = 0
+        patience = Patience()
         while True:
             try:
                 await self._load(order)
                 return
             except EngineError as error:
                 logger.warning("the model could not be loaded, it is tried again: %s", error)
-                await trio.sleep(RETRY_DELAYS[min(failures, len(RETRY_DELAYS) - 1)])
-                failures += 1
+                await patience.pause()
 
     async def _heartbeat(self) -> None:
-        failures = 0
+        patience = Patience()
         while True:
             join = Join(
                 self._config.secret,
@@ -284,26 +280,10 @@ class CoordinatorPeer:
             )
             try:
                 await self._market.join(join)
-                failures = 0
+                patience.succeeded()
             except (LinkError, RefusedError) as error:
                 logger.warning("the bridge was not told that this coordinator is there: %s", error)
-                await trio.sleep(RETRY_DELAYS[min(failures, len(RETRY_DELAYS) - 1)])
-                failures += 1
-
-    async def _follow_map(self, dispatcher: Dispatcher) -> None:
-        version = failures = 0
-        while True:
-            try:
-                found = await self._market.dispatch_map(self._model, version, MAP_WAIT)
-                failures = 0
-            except KvasirError as error:
-                logger.info("the dispatch map could not be read: %s", error)
-                await trio.sleep(RETRY_DELAYS[min(failures, len(RETRY_DELAYS) - 1)])
-                failures += 1
-                continue
-            if found is not None:
-                version = found.version
-                dispatcher.follow(found)
+                await patience.pause()
 
     async def _read_slots(self) -> SlotReading:
         """The dispatcher reads its own slots as anybody else would: a snapshot, off every lock of serving."""

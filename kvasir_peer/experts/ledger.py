@@ -16,6 +16,7 @@ CREATE TABLE IF NOT EXISTS given (
     peer TEXT PRIMARY KEY, rows INTEGER NOT NULL, checked INTEGER NOT NULL, first REAL NOT NULL, last REAL NOT NULL
 );
 CREATE TABLE IF NOT EXISTS quarantine (peer TEXT PRIMARY KEY, reason TEXT NOT NULL, since REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS kept (name TEXT PRIMARY KEY, data BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS admitted (peer TEXT PRIMARY KEY, secret BLOB NOT NULL, since REAL NOT NULL);
 """
 
@@ -99,6 +100,17 @@ class Ledger:
             return {
                 row[0] for row in self._base.execute("SELECT peer FROM admitted WHERE secret = ?", (secret,))
             }
+
+    def keep(self, name: str, data: bytes) -> None:
+        """Keep something under a name, in place of what was there."""
+        with self._mutex, self._base:
+            self._base.execute("INSERT OR REPLACE INTO kept VALUES (?, ?)", (name, data))
+
+    def kept(self, name: str) -> bytes | None:
+        """What was kept under a name."""
+        with self._mutex:
+            row = self._base.execute("SELECT data FROM kept WHERE name = ?", (name,)).fetchone()
+            return None if row is None else bytes(row[0])
 
     def close(self) -> None:
         """Close the file."""

@@ -13,6 +13,7 @@ different things and the rows of a token touch few layers remotely.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from kvasir_peer.experts.market_messages import (
     CoordinatorDown,
     CoordinatorUp,
     Coverage,
+    CoverageKept,
     CoverageReported,
     Decision,
     Event,
@@ -67,6 +69,10 @@ from kvasir_peer.experts.recruitment import (
 LEASE_SECONDS = 60.0
 # Whoever is connected and silent for so long (seconds) is out before its coverage expires.
 SILENT_SECONDS = 30.0
+# After a restart of the bridge, workers that come back are taken as if there was load for so long (seconds): whether
+# there is can't be known before, and who is sent away has to load all its experts anew. Longer than SILENT_SECONDS, so
+# that nobody is sent away for one that has not come back.
+RETURN_SECONDS = 45.0
 # A long poll is held at most so long (seconds): under the minute after which proxies give up.
 MAX_WAIT = 50.0
 # Bounds of what is kept, so that strangers cannot fill the memory of a bridge.
@@ -146,6 +152,7 @@ class MarketState:
     ends: list[tuple[float, str]] = field(default_factory=list)  # heap: when each wait is over
     quarantine: dict[str, str] = field(default_factory=dict)
     next_lease: int = 1
+    settles_at: float = float("-inf")  # until then workers come back that a bridge has had before its restart
     granted: int = 0
     retired: int = 0
     refused: int = 0
@@ -210,6 +217,8 @@ class _Market:
                     self._serve_waiting()
             case CoverageReported():
                 self._coverage(event)
+            case CoverageKept():
+                self._kept(event)
             case WorkerLeft(peer):
                 self._remove(peer)
                 self._serve_waiting()
@@ -271,6 +280,11 @@ class _Market:
                 self.decisions.append(Poll(peer, state.settings.poll_timeout))
         for name in state.models:
             self._saturate(name)
+        if state.settles_at <= self.now and math.isfinite(state.settles_at):
+            state.settles_at = float("-inf")
+            for name, model in state.models.items():
+                if not model.saturation.saturated:
+                    self._drain(name)  # more have come back than there is load for
         if self.now - state.swept_at >= 1.0:  # nothing here needs to be noticed sooner
             state.swept_at = self.now
             self._sweep()
@@ -426,7 +440,7 @@ class _Market:
             if known.retiring:
                 self.decisions.append(Retire(peer, "the load has gone"))
                 return
-            if event.addresses != known.addresses:
+            if event.addresses != known.addresses or event.connected != known.connected:
                 self._map_changed(event.model)
             self.decisions.append(Wired(peer, state.workers[peer].expires_at()))
             return
@@ -461,6 +475,21 @@ class _Market:
         if lease is not None and lease.ranges != event.ranges:
             self._serve_waiting()  # it serves less than was leased to it
 
+    def _kept(self, event: CoverageKept) -> None:
+        """It counts as before, until it has been silent for as long as a connected one may be."""
+        state = self.state
+        seen = self.now - (COVERAGE_TTL - SILENT_SECONDS)
+        report = CoverageReported(event.peer, event.model, 0, event.ranges)
+        if event.peer in state.workers or self._coverage_refusal(report):
+            return
+        state.workers[event.peer] = Coverage(
+            event.peer, event.model, event.ranges, seen, event.rate, event.addresses, event.device, False
+        )
+        model = state.models[event.model]
+        model.workers.add(event.peer)
+        model.board.add(model.board.live, event.ranges, +1)
+        self._map_changed(event.model)
+
     def _coverage_refusal(self, event: CoverageReported) -> str:
         state = self.state
         if event.peer in state.quarantine:
@@ -488,7 +517,10 @@ class _Market:
         model = self.state.models[event.model]
         # Without any worker and load nothing is wanted; yet after a restart the first to come back would be sent
         # away before the second is there, so it is measured by the base target.
-        target = max(self.state.effective_target(event.model), self.state.settings.base)
+        settings = self.state.settings
+        target = max(self.state.effective_target(event.model), settings.base)
+        if self.now < self.state.settles_at:
+            target = settings.base + settings.boost
         return any(model.board.least(part) < target for part in event.ranges)
 
     def _remove(self, peer: str) -> None:

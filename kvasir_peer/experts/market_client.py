@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+import logging
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import msgspec
 import trio
 
-from kvasir_peer.errors import LinkError, RefusedError
+from kvasir_peer.agent.chunk_transfer import PeerSource, WebSource
+from kvasir_peer.errors import KvasirError, LinkError, RefusedError
 from kvasir_peer.experts.dispatch_map import DispatchMap, decode_map
+from kvasir_peer.experts.patience import Patience
 from kvasir_peer.experts.volunteering import (
     Ask,
     Coverage,
@@ -19,15 +23,28 @@ from kvasir_peer.experts.volunteering import (
     Join,
     Joined,
     MapAnswer,
+    Source,
     Wiring,
 )
 
 if TYPE_CHECKING:
     import httpx
 
+logger = logging.getLogger(__name__)
+
+MAP_WAIT = 40.0  # seconds that a request for a newer map is held
 ANSWER_SECONDS = 20.0  # on top of a request's wait: a relayed path with weights under way
+MAX_SOURCES = 16  # of those that a bridge names, so many are tried
 
 T = TypeVar("T")
+
+
+def download_sources(named: Iterable[Source]) -> list[PeerSource | WebSource]:
+    """What a bridge names, as a download takes it."""
+    return [
+        WebSource(source.url) if source.url else (source.peer, source.addresses)
+        for source in islice(named, MAX_SOURCES)
+    ]
 
 
 class MarketClient:
@@ -74,6 +91,21 @@ class MarketClient:
         except binascii.Error as error:
             raise LinkError(f"the bridge's dispatch map does not parse: {error}") from None
         return decode_map(data, self.bridge, self._verify)
+
+    async def follow_map(self, model: str, after: int, take: Callable[[DispatchMap], None]) -> NoReturn:
+        """Hand over each map of a model that is newer than version ``after``, until cancelled."""
+        patience = Patience()
+        while True:
+            try:
+                found = await self.dispatch_map(model, after, MAP_WAIT)
+            except KvasirError as error:
+                logger.info("the dispatch map could not be read: %s", error)
+                await patience.pause()
+                continue
+            patience.succeeded()
+            if found is not None:
+                after = found.version
+                take(found)
 
     async def _call(
         self, method: str, path: str, body: msgspec.Struct | None, wait: float, kind: type[T]

@@ -195,6 +195,18 @@ class CoverageReported:
 
 
 @dataclass(frozen=True, slots=True)
+class CoverageKept:
+    """A worker that was wired before the bridge was restarted; it stays so for a moment, to be heard of again."""
+
+    peer: str
+    model: str
+    ranges: tuple[Range, ...]
+    rate: float = 0.0
+    addresses: tuple[str, ...] = ()
+    device: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerLeft:
     """Its connection closed, or it said goodbye."""
 
@@ -232,6 +244,7 @@ Event = (
     | LeaseProgress
     | LeaseReturned
     | CoverageReported
+    | CoverageKept
     | WorkerLeft
     | Caught
     | Pardoned

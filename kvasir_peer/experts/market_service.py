@@ -6,6 +6,7 @@ import base64
 import hmac
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -18,7 +19,10 @@ from kvasir_peer.experts.coordinators import Coordinators
 from kvasir_peer.experts.dispatch_map import DispatchMap, MapDispatcher, MapWorker, sign_map
 from kvasir_peer.experts.dispatch_policy import SlotReading
 from kvasir_peer.experts.market_messages import Budget, Decision, Event, ExpertModel
+from kvasir_peer.experts.permits import PERMIT_SECONDS, ChunkPermit, sign_permit
 from kvasir_peer.experts.recruitment import DEFAULT_RECRUITMENT, RecruitmentSettings
+from kvasir_peer.experts.roll import Roll, RollCoordinator, RollWorker, decode_roll, encode_roll
+from kvasir_peer.experts.tallies import Tallies
 from kvasir_peer.experts.volunteering import (
     Ask,
     Coverage,
@@ -32,12 +36,14 @@ from kvasir_peer.experts.volunteering import (
     check_claim,
 )
 from kvasir_peer.progress import Progress, Report
+from kvasir_peer.wire import coordinator as wire
 
 if TYPE_CHECKING:
     from kvasir_peer.engines.architectures import ModelShape
     from kvasir_peer.experts.ledger import Ledger
     from kvasir_peer.models.manifest import Manifest
     from kvasir_peer.net.node import Node, PeerEvent
+    from kvasir_peer.wire.coordinator import Slots
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +52,7 @@ REISSUE_SECONDS = 30.0  # a map is signed again while it has workers, so that th
 LEDGER_SECONDS = 5.0  # between two writes of what was given
 COORDINATOR_SILENT = 40.0  # seconds after which a coordinator that neither polls nor is connected is gone
 MAX_ADMITTED = 20_000
+MAX_HOLDERS = 3  # peers that are named to a volunteer as having its chunks, before the bridge itself
 RING = "ring"  # the ring's name among the coordinators
 
 
@@ -69,6 +76,7 @@ class MarketSettings:
 @dataclass
 class _Joined:
     seen: float
+    addresses: tuple[str, ...] = ()
     polling: int = 0
 
 
@@ -124,6 +132,7 @@ class MarketService:
         ledger: what was given, and who is quarantined.
         report: told what happens.
         ring: of the same model, where there is one.
+        web: address of the model's file on a web server that anybody may ask; empty where there is none.
     """
 
     def __init__(
@@ -139,8 +148,11 @@ class MarketService:
         ledger: Ledger,
         report: Report,
         ring: RingView | None = None,
+        web: str = "",
     ) -> None:
         self.settings = settings
+        self._web = web
+        self._named: Counter[str] = Counter()
         self._ring = ring
         self._ring_peers: tuple[str, ...] = ()
         self.name = name
@@ -152,7 +164,12 @@ class MarketService:
         self._ledger = ledger
         self._tell = report
         self.coordinators = Coordinators(node, manifest.id, self._coordinators_changed)
-        self._state = market.MarketState(settings.recruitment)
+        self._state = market.MarketState(
+            settings.recruitment,
+            # No number of a lease from before a restart may be taken for one from after it.
+            next_lease=int(time.time() * 1e3),
+            settles_at=trio.current_time() + market.RETURN_SECONDS,
+        )
         self._admitted = ledger.admitted(settings.secret)
         self._joined: dict[str, _Joined] = {}
         self._waiters: dict[str, _Waiter] = {}
@@ -163,7 +180,7 @@ class MarketService:
         self._version = 0
         self._issued = 0.0
         self._newer = trio.Event()
-        self._counted: dict[tuple[str, int, str], tuple[int, int]] = {}
+        self._tallies = Tallies()
         self._given: dict[str, tuple[int, int]] = {}
         self._modes: dict[str, Mapping[str, object]] = {}
         self._nursery: trio.Nursery | None = None
@@ -172,6 +189,8 @@ class MarketService:
             self._apply(market_messages.ModelOffered(offered))
         for peer, reason in ledger.quarantined().items():
             self._apply(market_messages.Caught(peer, reason))
+        self._kept_somebody = True
+        self._call_roll(decode_roll(ledger.kept("roll"), manifest.id))
         self._issue()
         node.on_peer(self._peer_event)
 
@@ -182,6 +201,8 @@ class MarketService:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._write_ledger)
+            for peer, joined in self._joined.items():
+                nursery.start_soon(self.coordinators.keep, peer, joined.addresses)
             while True:
                 self._look(trio.current_time())
                 await trio.sleep(TICK_SECONDS)
@@ -243,6 +264,37 @@ class MarketService:
             case market_messages.LeaseEnded(lease, why):
                 logger.info("the lease of %s has ended: %s", lease.peer, why)
 
+    def _call_roll(self, roll: Roll) -> None:
+        """Count with those that took part before the bridge was restarted; whoever is not heard of soon is gone."""
+        if self.name not in self._state.models:
+            return
+        for worker in roll.workers:
+            if worker.peer in self._admitted:
+                self._apply(
+                    market_messages.CoverageKept(
+                        worker.peer,
+                        self.name,
+                        worker.ranges,
+                        worker.rate,
+                        worker.addresses,
+                        worker.device,
+                    )
+                )
+        for one in roll.coordinators:
+            if one.peer in self._admitted:
+                self._joined[one.peer] = _Joined(trio.current_time(), one.addresses)
+                self._apply(market_messages.CoordinatorUp(one.peer, self.name))
+
+    def _present(self) -> Roll:
+        now, wall = trio.current_time(), time.time()
+        workers = [
+            RollWorker(w.peer, w.ranges, wall - (now - w.seen), w.rate, w.addresses[:16], w.device)
+            for w in self._state.workers.values()
+            if not w.retiring
+        ]
+        coordinators = [RollCoordinator(peer, joined.addresses) for peer, joined in self._joined.items()]
+        return Roll(self._manifest.id, wall, tuple(workers), tuple(coordinators))
+
     # -- who may take part ----------------------------------------------------------------------------------
 
     def admitted(self, peer: str) -> bool:
@@ -296,7 +348,7 @@ class MarketService:
             ask.addresses,
             ask.device,
             ask.model,
-            ask.held,
+            ask.held if ask.manifest == self._manifest.id else (),
         )
         self._apply(market_messages.VolunteerAsked(peer, budget, ask.wait))
         try:
@@ -321,7 +373,14 @@ class MarketService:
         ranges = choose_ranges(known.offered, known.board.total, target, {}, budget)
         leased = tuple(LeasedRange(layer, (lo, hi)) for layer, lo, hi in ranges)
         return Given(
-            False, "no lease: POST takes one", 0, self.name, self._manifest.id, leased, 0.0, self._sources()
+            False,
+            "no lease: POST takes one",
+            0,
+            self.name,
+            self._manifest.id,
+            leased,
+            0.0,
+            self._own_sources(),
         )
 
     def _lease_news(self, peer: str, ask: Ask) -> Given:
@@ -347,11 +406,29 @@ class MarketService:
             self._manifest.id,
             ranges,
             max(0.0, lease.expires_at - now),
-            self._sources(),
+            (*self._holders(lease), *self._own_sources()),
+            self._permit(lease.peer),
         )
 
-    def _sources(self) -> tuple[Source, ...]:
-        return (Source(self._node.peer_id, tuple(self._node.addresses())),)
+    def _holders(self, lease: market_messages.Lease) -> tuple[Source, ...]:
+        """Peers that have the lease's chunks, those that were named least among equals: many upload, not one."""
+        found = market_views.holders(self._state, lease.model, lease.peer, lease.ranges)
+        found.sort(key=lambda one: (-one[2], self._named[one[0]], one[0]))
+        chosen = found[:MAX_HOLDERS]
+        if len(self._named) > MAX_ADMITTED:
+            self._named.clear()
+        self._named.update(peer for peer, _, _ in chosen)
+        return tuple(Source(peer, addresses[:16]) for peer, addresses, _ in chosen)
+
+    def _permit(self, peer: str) -> tuple[str, str]:
+        permit = ChunkPermit(self._node.peer_id, peer, self._manifest.id, time.time() + PERMIT_SECONDS)
+        data, signature = sign_permit(permit, self._sign)
+        return base64.b64encode(data).decode(), base64.b64encode(signature).decode()
+
+    def _own_sources(self) -> tuple[Source, ...]:
+        """The bridge itself; before it the web server that it would have to ask."""
+        own = Source(self._node.peer_id, tuple(self._node.addresses()))
+        return (Source("", (), self._web), own) if self._web else (own,)
 
     async def coverage(self, caller: str | None, body: Coverage) -> Wiring:
         """Take a signed claim; held while nothing changes for the worker.
@@ -455,7 +532,7 @@ class MarketService:
             RefusedError: no good ticket, or another model than the one served here.
         """
         self._admit(peer, join.secret)
-        answer = Joined(self.name, self._manifest.id, self._shape.n_layer, self._sources())
+        answer = Joined(self.name, self._manifest.id, self._shape.n_layer, self._own_sources())
         if join.model not in ("", self.name):
             raise RefusedError(f"no model {join.model[:80]!r} is served here, {self.name} is", peer=peer)
         if not join.manifest:
@@ -464,13 +541,13 @@ class MarketService:
             raise RefusedError("the model was replaced by another version: load it again", peer=peer)
         known = self._joined.get(peer)
         if known is None:
-            known = self._joined[peer] = _Joined(trio.current_time())
+            known = self._joined[peer] = _Joined(trio.current_time(), join.addresses[:16])
             self._apply(market_messages.CoordinatorUp(peer, self.name))
             self._issue()
             self._tell(Progress("plan", f"{peer} coordinates {self.name}"))
         if self._nursery is not None:
             self._nursery.start_soon(self.coordinators.keep, peer, join.addresses[:16])
-        known.seen = trio.current_time()
+        known.seen, known.addresses = trio.current_time(), join.addresses[:16]
         known.polling += 1
         try:
             await trio.sleep(join.wait)
@@ -525,18 +602,15 @@ class MarketService:
         self._worker_news.pop(peer, trio.Event()).set()
         await trio.to_thread.run_sync(self._ledger.quarantine, peer, why)
 
-    def _count(self, coordinator: str, found: object) -> None:
-        from kvasir_peer.wire.coordinator import Slots
-
-        assert isinstance(found, Slots)
-        for worker in found.workers[:1024]:
-            key = (coordinator, found.run, worker.peer)
-            rows, checked = self._counted.get(key, (0, 0))
-            more = (max(0, worker.rows - rows), max(0, worker.checked - checked))
-            self._counted[key] = (worker.rows, worker.checked)
-            if any(more):
-                before = self._given.get(worker.peer, (0, 0))
-                self._given[worker.peer] = (before[0] + more[0], before[1] + more[1])
+    def _count(self, coordinator: str, found: Slots) -> None:
+        told = [
+            (worker.peer, worker.rows, worker.checked)
+            for worker in found.workers[: wire.MAX_WORKERS]
+            if worker.peer in self._admitted  # nobody else can have given anything
+        ]
+        for peer, rows, checked in self._tallies.more(coordinator, found.run, told):
+            before = self._given.get(peer, (0, 0))
+            self._given[peer] = (before[0] + rows, before[1] + checked)
 
     async def _write_ledger(self) -> None:
         while True:
@@ -544,11 +618,16 @@ class MarketService:
             await self.flush()
 
     async def flush(self) -> None:
-        """Write what was given since the last time."""
+        """Write what was given since the last time, and who takes part."""
         given, self._given = self._given, {}
         if given:
             rows = [(peer, count, checked) for peer, (count, checked) in given.items()]
             await trio.to_thread.run_sync(self._ledger.add, rows)
+        present = self._present()
+        anybody = bool(present.workers or present.coordinators)
+        if anybody or self._kept_somebody:
+            await trio.to_thread.run_sync(self._ledger.keep, "roll", encode_roll(present))
+        self._kept_somebody = anybody
 
     # -- what is shown --------------------------------------------------------------------------------------
 

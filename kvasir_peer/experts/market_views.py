@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from kvasir_peer.experts.market import MarketState, scarcity
-from kvasir_peer.experts.market_messages import Coverage
+from kvasir_peer.experts.market_messages import Coverage, Range
 from kvasir_peer.experts.recruitment import load_of
 
 
@@ -77,6 +78,39 @@ def recruitment(state: MarketState, now: float) -> list[dict[str, object]]:
             }
         )
     return out
+
+
+# Of each kind so many are looked at when a volunteer asks who has its chunks: enough to find some in a large swarm.
+_LOOKED_AT = 256
+
+
+def holders(
+    state: MarketState, model: str, asker: str, ranges: Sequence[Range]
+) -> list[tuple[str, tuple[str, ...], int]]:
+    """Who has chunks of these experts: (peer, addresses, how many of the experts), most first.
+
+    Workers that serve them, and idle volunteers that have them on disk.
+    """
+    wanted: dict[int, set[int]] = {}
+    for layer, lo, hi in ranges:
+        wanted.setdefault(layer, set()).update(range(lo, hi))
+
+    def candidates() -> Iterator[tuple[str, tuple[str, ...], Sequence[Range]]]:
+        for peer in islice(state.models[model].workers, _LOOKED_AT):
+            worker = state.workers[peer]
+            yield peer, worker.addresses, worker.ranges
+        for peer, (budget, _) in islice(state.waiting.items(), _LOOKED_AT):
+            if budget.held:
+                yield peer, budget.addresses, budget.held
+
+    found = []
+    for peer, addresses, has in candidates():
+        common = sum(
+            len(wanted[layer].intersection(range(lo, hi))) for layer, lo, hi in has if layer in wanted
+        )
+        if common and peer != asker:
+            found.append((peer, addresses, common))
+    return sorted(found, key=lambda one: (-one[2], one[0]))
 
 
 def dispatch_map(state: MarketState, model: str) -> tuple[int, list[Coverage]]:

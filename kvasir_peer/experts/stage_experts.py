@@ -6,7 +6,6 @@ A stage can't take back what it has sent on, so its workers' rows are all comput
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -15,7 +14,6 @@ import trio
 
 from kvasir_peer.engines.architectures import parse
 from kvasir_peer.engines.orders import ArenaShape
-from kvasir_peer.errors import KvasirError
 from kvasir_peer.experts.dispatch_policy import DispatchSettings, SlotReading
 from kvasir_peer.experts.dispatcher import Dispatcher, DispatcherConfig, DispatchStatistics, RowOrigins
 from kvasir_peer.experts.market_client import MarketClient
@@ -30,12 +28,8 @@ if TYPE_CHECKING:
     from kvasir_peer.models.manifest import Manifest
     from kvasir_peer.net.node import Node
 
-logger = logging.getLogger(__name__)
-
 EXPERT_BUFFERS = 24  # of the arena, for local parts, stand-ins and checks, beside the batches
 ACTIVE_SECONDS = 3.0  # a slot that had a row within this is busy
-MAP_WAIT = 40.0
-RETRY_DELAYS = (1.0, 2.0, 4.0, 8.0)
 
 
 @dataclass(frozen=True)
@@ -184,24 +178,9 @@ class StageExperts:
             async with trio.open_nursery() as nursery:
                 await nursery.start(dispatcher.run)
                 self._dispatcher = dispatcher
-                await self._follow_map(dispatcher, loaded.model, market)
+                await market.follow_map(loaded.model, 0, dispatcher.follow)
         finally:
             self._dispatcher = None
-
-    async def _follow_map(self, dispatcher: Dispatcher, model: str, market: MarketClient) -> None:
-        version = failures = 0
-        while True:
-            try:
-                found = await market.dispatch_map(model, version, MAP_WAIT)
-                failures = 0
-            except KvasirError as error:
-                logger.info("the dispatch map could not be read: %s", error)
-                await trio.sleep(RETRY_DELAYS[min(failures, len(RETRY_DELAYS) - 1)])
-                failures += 1
-                continue
-            if found is not None:
-                version = found.version
-                dispatcher.follow(found)
 
     def statistics(self) -> DispatchStatistics | None:
         """The dispatcher's, or None while nothing with experts is loaded."""

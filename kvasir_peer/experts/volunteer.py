@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import logging
 import time
 from collections.abc import Callable
@@ -11,30 +12,45 @@ from typing import TYPE_CHECKING, Literal
 
 import trio
 
-from kvasir_peer.agent.chunk_transfer import Download, TransferProgress
+from kvasir_peer.agent.chunk_transfer import Download, TransferProgress, serve_chunks
 from kvasir_peer.agent.manifest_fetch import fetch_manifest
 from kvasir_peer.engines import orders
-from kvasir_peer.errors import KvasirError, LinkError, RefusedError, ResourceError
+from kvasir_peer.errors import KvasirError, LinkError, RefusedError, ResourceError, WireError
 from kvasir_peer.experts.expert_server import ExpertServer, ServerStatistics
-from kvasir_peer.experts.market_client import MarketClient
-from kvasir_peer.experts.volunteering import Ask, Claim, Coverage, Given, Wiring, sign_claim
+from kvasir_peer.experts.market_client import MarketClient, download_sources
+from kvasir_peer.experts.patience import Patience
+from kvasir_peer.experts.permits import permits
+from kvasir_peer.experts.volunteering import (
+    MAX_RANGES,
+    Ask,
+    Claim,
+    Coverage,
+    Given,
+    Wiring,
+    sign_claim,
+)
+from kvasir_peer.models.held import held_experts
+from kvasir_peer.models.manifest import Manifest
 from kvasir_peer.models.slices import ExpertSlice, chunks_of
+from kvasir_peer.wire import chunks as wire_chunks
 from kvasir_peer.wire import experts
 
 if TYPE_CHECKING:
     from kvasir_peer.agent.engine import Engine
     from kvasir_peer.experts.dispatch_map import DispatchMap
     from kvasir_peer.models.store import ChunkStore
+    from kvasir_peer.net.link import Link
     from kvasir_peer.net.node import Node
 
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT = 40.0  # seconds that the bridge holds a request for work
 HEARTBEAT_WAIT = 8.0  # seconds that it holds a coverage report: the heartbeat, well under the 30 s of silence
-MAP_WAIT = 40.0
 PROGRESS_SECONDS = 2.0  # between two reports of a download
-RETRY_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0)
+# Serving, after the bridge was lost: quick, as its experts stay out of the map until it has heard of them.
+HEARTBEAT_DELAYS = (0.25, 0.5, 1.0, 2.0)
 REST_SECONDS = 1.0  # between giving a lease back, or retiring, and the next offer
+MAX_ASKERS = 4  # peers that fetch chunks from here at once: the owner's uplink is theirs first
 FRAME_BUFFERS = 16  # frames that the engine may hold, over all dispatchers
 DEFAULT_MAX_ROWS = 64
 
@@ -56,6 +72,7 @@ class VolunteerConfig:
     """What the role decides before the volunteer starts.
 
     Attributes:
+        local_web: fetch from web servers on this machine too; for tests.
         expansion: bytes of memory for each byte of a file, with this engine.
         rate: row-expert pairs per second, as measured; 0 where it was not.
     """
@@ -73,11 +90,12 @@ class VolunteerConfig:
     model: str = ""
     expansion: float = 2.2
     rate: float = 0.0
+    local_web: bool = False
 
 
 @dataclass(frozen=True)
 class VolunteerStatistics:
-    """A snapshot; ``leases`` and ``retired`` since the start."""
+    """A snapshot; ``leases``, ``retired`` and ``given_bytes`` (of chunks, to other peers) since the start."""
 
     state: State
     lease: int
@@ -85,6 +103,7 @@ class VolunteerStatistics:
     leases: int
     retired: int
     served: ServerStatistics
+    given_bytes: int
 
 
 class Volunteer:
@@ -121,6 +140,10 @@ class Volunteer:
         self._map_event = trio.Event()
         self._given: Given | None = None
         self._leases = self._retired = 0
+        self._askers: set[Link] = set()
+        self._given_bytes = 0
+        self._held_model = ""
+        self._held: tuple[tuple[int, int, int], ...] = ()
         self._share = 1.0  # of the owner's memory that is offered
         self._paused = False
         self._resumed = trio.Event()
@@ -139,15 +162,38 @@ class Volunteer:
         """Hand back what is under way, and give the memory back."""
         self._paused = True
         self._work.cancel()
+        for link in list(self._askers):
+            link.close()
 
     def resume(self) -> None:
         """Be a volunteer again."""
         self._paused = False
         self._resumed.set()
 
-    def may_fetch(self, peer: str) -> bool:
-        """Whether a peer may fetch chunks from here: those that are in the dispatch map."""
-        return self._map is not None and (self._map.may_dispatch(peer) or self._map.worker(peer) is not None)
+    # -- chunks for other volunteers --------------------------------------------------------------------------
+
+    async def give_chunks(self, link: Link) -> None:
+        """Answer a peer that the bridge permits to fetch chunks; a few at a time, none while paused."""
+        if self._paused or len(self._askers) >= MAX_ASKERS:
+            return  # the link closes, and the asker goes on to the next source
+        self._askers.add(link)
+        try:
+            await serve_chunks(link, lambda: [self._store], self._gave, self._permitted_to(link.remote_peer))
+        finally:
+            self._askers.discard(link)
+
+    def _permitted_to(self, peer: str) -> Callable[[wire_chunks.Permit], bool]:
+        return lambda permit: permits(
+            permit.data,
+            permit.signature,
+            bridge=self._config.bridge,
+            peer=peer,
+            now=time.time(),
+            verify=self._verify,
+        )
+
+    def _gave(self, count: int) -> None:
+        self._given_bytes += count
 
     # -- life -----------------------------------------------------------------------------------------------
 
@@ -162,19 +208,32 @@ class Volunteer:
         config = self._config
         async with self._node.http_client(config.bridge, config.bridge_addresses) as http:
             self._market = MarketClient(http, config.bridge, self._verify)
+            await trio.to_thread.run_sync(self._look_at_disk)
             try:
-                failures = 0
+                patience = Patience()
                 while True:
                     try:
                         await self._round()
-                        failures = 0
+                        patience.succeeded()
                     except LinkError as error:
                         self._set("idle", f"the bridge does not answer; trying again ({error})")
-                        await trio.sleep(RETRY_DELAYS[min(failures, len(RETRY_DELAYS) - 1)])
-                        failures += 1
+                        await patience.pause()
             finally:
                 with trio.move_on_after(3, shield=True):
                     await self._leave("its owner wants the machine back")
+
+    def _look_at_disk(self) -> None:
+        """Which experts of the model that came last are on disk: the bridge gives those again, and tells others."""
+        folder = self._config.home / "manifests"
+        files = sorted(folder.glob("*.manifest"), key=lambda file: file.stat().st_mtime)
+        for file in files[-1:]:
+            try:
+                manifest = Manifest.decode(file.read_bytes(), file.stem)
+            except (OSError, WireError) as error:
+                logger.info("%s is not used: %s", file, error)
+                continue
+            self._held = held_experts(manifest, self._store.has)[:MAX_RANGES]
+            self._held_model = manifest.id
 
     async def _round(self) -> None:
         """One round of work, ended early by a pause, which lasts until the owner resumes."""
@@ -249,6 +308,8 @@ class Volunteer:
             addresses=tuple(self._node.addresses()),
             device=f"{config.engine} {config.device}",
             model=config.model,
+            held=() if lease else self._held,
+            manifest="" if lease else self._held_model,
             wait=wait,
             lease=lease,
             progress=progress,
@@ -294,8 +355,16 @@ class Volunteer:
                 chunks = chunks_of(manifest, part)
                 await trio.to_thread.run_sync(self._store.ensure_room, chunks)
                 await trio.to_thread.run_sync(self._store.pin, "volunteer", [c.hash for c in chunks])
-                sources = [(source.peer, source.addresses) for source in given.sources]
-                await Download(self._node, self._store, chunks, transferred).run(sources)
+                download = Download(
+                    self._node,
+                    self._store,
+                    chunks,
+                    transferred,
+                    permit=_permit(given),
+                    local_web=self._config.local_web,
+                )
+                await download.run(download_sources(given.sources))
+                await trio.to_thread.run_sync(self._look_at_disk)
                 self._set("loading", f"loading {part}")
                 await self._load(given, file, manifest.root.metadata)
             except KvasirError as error:
@@ -358,7 +427,8 @@ class Volunteer:
 
             nursery.start_soon(heartbeats)
             nursery.start_soon(crash)
-            nursery.start_soon(self._follow_map, given.manifest)
+            assert self._map is not None, "loading has read it"
+            nursery.start_soon(self._market.follow_map, given.manifest, self._map.version, self._take_map)
         self._retired += 1
         self._set("idle", ended)
         await self._leave(ended)
@@ -366,18 +436,17 @@ class Volunteer:
 
     async def _heartbeats(self, given: Given) -> str:
         """Register and register again; why it is over."""
-        failures = 0
+        patience = Patience(HEARTBEAT_DELAYS)
         wired = False
         while True:
             try:
                 answer: Wiring = await self._market.cover(
                     self._claim(given, wait=HEARTBEAT_WAIT if wired else 0.0)
                 )
-                failures = 0
+                patience.succeeded()
             except LinkError as error:
                 logger.warning("%s", error)
-                await trio.sleep(RETRY_DELAYS[min(failures, len(RETRY_DELAYS) - 1)])
-                failures += 1
+                await patience.pause()
                 continue
             except RefusedError as error:
                 return str(error)
@@ -406,21 +475,6 @@ class Volunteer:
         )
         return sign_claim(claim, self._sign, wait=wait, secret=self._config.secret)
 
-    async def _follow_map(self, manifest: str) -> None:
-        failures = 0
-        while True:
-            after = self._map.version if self._map is not None and self._map.model == manifest else 0
-            try:
-                found = await self._market.dispatch_map(manifest, after, MAP_WAIT)
-                failures = 0
-            except KvasirError as error:
-                logger.info("the dispatch map could not be read: %s", error)
-                await trio.sleep(RETRY_DELAYS[min(failures, len(RETRY_DELAYS) - 1)])
-                failures += 1
-                continue
-            if found is not None:
-                self._take_map(found)
-
     def statistics(self) -> VolunteerStatistics:
         """A snapshot."""
         given = self._given
@@ -431,4 +485,18 @@ class Volunteer:
             self._leases,
             self._retired,
             self._server.statistics(),
+            self._given_bytes,
         )
+
+
+def _permit(given: Given) -> wire_chunks.Permit | None:
+    """The bridge's permit as the chunk protocol carries it."""
+    if given.permit is None:
+        return None
+    try:
+        data, signature = (base64.b64decode(text, validate=True) for text in given.permit)
+        if len(data) > wire_chunks.MAX_PERMIT or len(signature) > wire_chunks.MAX_SIGNATURE:
+            raise ValueError("it is too large")
+    except ValueError as error:
+        raise WireError("malformed", f"the bridge's permit to fetch chunks does not parse: {error}") from None
+    return wire_chunks.Permit(data, signature)

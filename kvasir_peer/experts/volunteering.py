@@ -46,7 +46,7 @@ class Ask(msgspec.Struct, frozen=True):
         addresses: where it is reached.
         device: for people, such as ``onnx cpu``.
         model: only this model (name); empty for any.
-        held: ranges of the model that are on its disk already.
+        held: ranges that are on its disk already, of the model with this ``manifest`` (its id).
         wait: seconds to hold the request while nobody is wanted.
         lease, progress: of the lease that it works on: bytes fetched and loaded so far.
         give_back: it can't do what the lease says.
@@ -61,6 +61,7 @@ class Ask(msgspec.Struct, frozen=True):
     device: Name = ""
     model: Name = ""
     held: Ranges = ()
+    manifest: Name = ""
     wait: float = 0.0
     lease: Count = 0
     progress: Count = 0
@@ -76,10 +77,11 @@ class LeasedRange(msgspec.Struct, frozen=True):
 
 
 class Source(msgspec.Struct, frozen=True):
-    """A peer that has chunks of the model."""
+    """Who has chunks of the model: a peer, or a web server that has the file at ``url``."""
 
     peer: str
     addresses: tuple[str, ...] = ()
+    url: str = ""
 
 
 class Given(msgspec.Struct, frozen=True):
@@ -88,6 +90,8 @@ class Given(msgspec.Struct, frozen=True):
     Attributes:
         expires_in: seconds until the lease ends without progress.
         sources: where to fetch chunks, best first.
+        permit: the bridge's word for other peers that this one may fetch chunks from them, in base64: what was signed,
+            and the signature.
     """
 
     assigned: bool
@@ -98,6 +102,7 @@ class Given(msgspec.Struct, frozen=True):
     ranges: tuple[LeasedRange, ...] = ()
     expires_in: float = 0.0
     sources: tuple[Source, ...] = ()
+    permit: tuple[str, str] | None = None
 
     @property
     def triples(self) -> tuple[Range, ...]:

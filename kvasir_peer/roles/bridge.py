@@ -39,7 +39,7 @@ from kvasir_peer.ring.manager import RingManager, RingSettings
 from kvasir_peer.ring.telemetry import Timeline
 from kvasir_peer.ring.volunteering import Orders
 from kvasir_peer.ring.volunteering import Report as StageReport
-from kvasir_peer.roles.served_model import BridgeModel, open_model
+from kvasir_peer.roles.served_model import BridgeModel, open_model, public_address
 from kvasir_peer.settings import BridgeReady, BridgeSettings
 from kvasir_peer.ticket import Ticket
 from kvasir_peer.wire import chunks, ring
@@ -376,6 +376,7 @@ async def run_bridge(
                 ledger=ledger,
                 report=report,
                 ring=_RingOfBridge(manager) if settings.stages else None,
+                web=public_address(settings.model),
             )
             bridge = Bridge(model, manager, market, node, lag, invitation.ticket)
             control = [*swarm_routes(bridge), *expert_routes(_Market(market, invitation.own))]

@@ -68,6 +68,15 @@ def client_name(model: str) -> str:
     return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", Path(file).name, flags=re.IGNORECASE)
 
 
+def public_address(model: str) -> str:
+    """The https address of a model that others may be told; empty for a file, and for one that may hold a key."""
+    if "://" not in model:
+        return ""
+    parts = urlsplit(model)
+    private = parts.username or parts.password or parts.query
+    return "" if private or parts.scheme != "https" else model
+
+
 def shape_of(model: str, metadata: Mapping[str, object], tensors: Mapping[str, TensorInfo]) -> ModelShape:
     """Sizes of a model.
 

@@ -1,0 +1,92 @@
+"""What every role that joins with a ticket and computes is made of: key, chunk store, node at its relays, engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import psutil
+import trio
+
+from kvasir_peer import identity
+from kvasir_peer.agent.engine import Engine, open_engine
+from kvasir_peer.engines.choice import choose_engine
+from kvasir_peer.identity import Identity
+from kvasir_peer.models.store import ChunkStore
+from kvasir_peer.net.node import Node
+from kvasir_peer.progress import Progress, Report
+from kvasir_peer.settings import ComputingSettings
+from kvasir_peer.ticket import Ticket
+
+RELAY_SECONDS = 30.0  # for the first reservation; a peer without one can't be reached
+
+
+@dataclass(frozen=True)
+class Member:
+    """The parts, all of them running.
+
+    Attributes:
+        invitation: the ticket it joins with.
+        me: its key.
+        engine: the process; ``engine_name`` on ``device`` computes in it, at ``precision``.
+        memory: bytes for weights, cache and workspace.
+    """
+
+    invitation: Ticket
+    me: Identity
+    node: Node
+    store: ChunkStore
+    engine: Engine
+    engine_name: str
+    device: str
+    precision: Literal["exact", "fast"]
+    memory: int
+
+
+@asynccontextmanager
+async def open_member(
+    settings: ComputingSettings, role: str, report: Report, *, memory_share: float
+) -> AsyncIterator[Member]:
+    """Start what a role is made of, and end it with the context.
+
+    Args:
+        memory_share: of what is free, where the owner sets no limit.
+
+    Raises:
+        TicketError: there is no ticket, or it is no good.
+        UsageError, ResourceError: the chunk store can't be used.
+        LinkError: no relay could be reached.
+    """
+    invitation = settings.invitation(now=time.time(), role=role)
+    me = identity.load_or_create(settings.identity_path)
+    report(Progress("start", me.peer_id))
+    engine_name, device = choose_engine(settings.engine, settings.device)
+    memory = settings.memory or int(psutil.virtual_memory().available * memory_share)
+    relays = settings.relays or invitation.relays
+    with await trio.to_thread.run_sync(ChunkStore, settings.store_path, settings.disk_limit()) as store:
+        async with Node.open(
+            me.private_key,
+            relays=relays,
+            invites=settings.relay_invites,
+            listen=settings.listen,
+            direct=settings.direct,
+        ) as node:
+            plural = "s" if len(relays) != 1 else ""
+            report(Progress("relay", f"reserving a place at {len(relays)} relay{plural}"))
+            await node.relays_ready(RELAY_SECONDS)
+            report(Progress("relay", f"reachable through a relay; computes with {engine_name} on {device}"))
+            async with open_engine() as engine:
+                yield Member(
+                    invitation,
+                    me,
+                    node,
+                    store,
+                    engine,
+                    engine_name,
+                    device,
+                    "exact" if settings.precision == "exact" else "fast",
+                    memory,
+                )
