@@ -162,17 +162,19 @@ class Given:
     Attributes:
         rows: of hidden states that experts were computed for.
         seconds: of computing.
+        sent_bytes: of weights that other volunteers fetched from here.
     """
 
     rows: int = 0
     seconds: float = 0.0
+    sent_bytes: int = 0
 
 
 def given(home: Path) -> Given:
     """What was given so far; nothing where the file is absent or damaged."""
     try:
         raw = json.loads((home / GIVEN_FILE).read_text())
-        return Given(int(raw["rows"]), float(raw["seconds"]))
+        return Given(int(raw["rows"]), float(raw["seconds"]), int(raw.get("sent_bytes", 0)))
     except (OSError, ValueError, KeyError, TypeError):
         return Given()
 

@@ -32,6 +32,7 @@ from kvasir_peer.ticket import Ticket
 CONFIG_FILE: Final = "config.toml"
 TICKET_FILE: Final = "ticket"
 STORE_FOLDER: Final = "store"
+LEDGER_FILE = "ledger.sqlite"
 MAX_STAGES: Final = 64
 
 ENV_PREFIX: Final = "KVASIR_"

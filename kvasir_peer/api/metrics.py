@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -22,10 +22,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from kvasir_peer import __version__
+from kvasir_peer.api.experts_metrics import experts_metrics
+from kvasir_peer.api.metric_families import counter, gauge, labelled
 
 if TYPE_CHECKING:
     from kvasir_peer.agent.loop_lag import LagStatistics
     from kvasir_peer.api.openai import OpenAIStatistics
+    from kvasir_peer.experts.market_figures import ExpertsStatistics
     from kvasir_peer.net.node import NodeStatistics
     from kvasir_peer.ring.requests import RequestStatistics
     from kvasir_peer.ring.telemetry import RingState, RingStatistics, RingWindow
@@ -52,6 +55,7 @@ class BridgeStatistics:
         requests: of the ring.
         node: connections, links and relays.
         lag: of the bridge's event loop.
+        experts: market and dispatch; None where the model has no experts.
     """
 
     model: str
@@ -67,6 +71,7 @@ class BridgeStatistics:
     requests: RequestStatistics
     node: NodeStatistics
     lag: LagStatistics
+    experts: ExpertsStatistics | None = None
 
 
 class MetricsService(Protocol):
@@ -99,27 +104,6 @@ def metrics_routes(service: MetricsService) -> list[BaseRoute]:
     ]
 
 
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"kvasir_{name}", text, value=value)
-
-
-def _counter(name: str, text: str, value: float) -> Metric:
-    return CounterMetricFamily(f"kvasir_{name}", text, value=value)
-
-
-def _labelled(
-    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
-    name: str,
-    text: str,
-    labels: tuple[str, ...],
-    samples: Iterable[tuple[tuple[str, ...], float]],
-) -> Metric:
-    family = kind(f"kvasir_{name}", text, labels=labels)
-    for values, value in samples:
-        family.add_metric(values, value)
-    return family
-
-
 class BridgeCollector(Collector):
     """One snapshot as metric families."""
 
@@ -139,19 +123,21 @@ class BridgeCollector(Collector):
         yield from self._stages()
         yield from self._stage_windows()
         yield from self._engines()
+        if self._bridge.experts is not None:
+            yield from experts_metrics(self._bridge.experts)
         yield from self._network()
 
     def _process(self) -> Iterator[Metric]:
         b = self._bridge
         info = (((__version__, b.model), 1.0),)
-        yield _labelled(GaugeMetricFamily, "info", "Version and model; always 1.", ("version", "model"), info)
-        yield _gauge("start_time_seconds", "Unix time at which the bridge started.", b.started)
+        yield labelled(GaugeMetricFamily, "info", "Version and model; always 1.", ("version", "model"), info)
+        yield gauge("start_time_seconds", "Unix time at which the bridge started.", b.started)
         lag = (
             (("0.5",), b.lag.p50_ms / 1e3),
             (("0.99",), b.lag.p99_ms / 1e3),
             (("1",), b.lag.max_ms / 1e3),
         )
-        yield _labelled(
+        yield labelled(
             GaugeMetricFamily,
             "loop_lag_seconds",
             "By how much the event loop was late, over the last half minute.",
@@ -161,61 +147,61 @@ class BridgeCollector(Collector):
         process = psutil.Process()
         with process.oneshot():
             memory, times = process.memory_info().rss, process.cpu_times()
-        yield _gauge("resident_bytes", "Memory of the bridge's process that is in RAM.", memory)
+        yield gauge("resident_bytes", "Memory of the bridge's process that is in RAM.", memory)
         modes = ((("user",), times.user), (("system",), times.system))
-        yield _labelled(CounterMetricFamily, "cpu_seconds", "CPU time of the process.", ("mode",), modes)
+        yield labelled(CounterMetricFamily, "cpu_seconds", "CPU time of the process.", ("mode",), modes)
         if sys.platform == "linux":
             count = sum(1 for _ in Path(f"/proc/{os.getpid()}/fd").iterdir())
-            yield _gauge("open_files", "Open file descriptors.", count)
+            yield gauge("open_files", "Open file descriptors.", count)
 
     def _clients(self) -> Iterator[Metric]:
         o = self._openai
-        yield _gauge("http_requests_current", "Requests for answers under way.", o.current)
-        yield _labelled(
+        yield gauge("http_requests_current", "Requests for answers under way.", o.current)
+        yield labelled(
             CounterMetricFamily,
             "http_requests",
             "Requests for answers that ended, by how: whole, broken off, refused, or left by the client.",
             ("outcome",),
             (((outcome,), getattr(o, outcome)) for outcome in OUTCOMES),
         )
-        yield _counter("prompt_tokens", "Tokens of prompts that were read.", o.prompt_tokens)
-        yield _counter("completion_tokens", "Tokens of answers that were written.", o.completion_tokens)
+        yield counter("prompt_tokens", "Tokens of prompts that were read.", o.prompt_tokens)
+        yield counter("completion_tokens", "Tokens of answers that were written.", o.completion_tokens)
 
     def _ring(self) -> Iterator[Metric]:
         b, r, ring = self._bridge, self._bridge.requests, self._bridge.ring
-        yield _gauge("requests_active", "Requests that the ring has or will have.", r.active)
-        yield _counter("requests_submitted", "Requests given to the ring.", r.submitted)
+        yield gauge("requests_active", "Requests that the ring has or will have.", r.active)
+        yield counter("requests_submitted", "Requests given to the ring.", r.submitted)
         ended = (
             (("finished",), r.finished),
             (("cancelled",), r.cancelled),
             (("failed",), r.failed),
         )
-        yield _labelled(CounterMetricFamily, "requests_ended", "Requests that ended.", ("how",), ended)
-        yield _counter("requests_resubmitted", "Requests that went on under another epoch.", r.resubmitted)
-        yield _counter("tokens", "Tokens handed out.", r.tokens)
-        yield _counter(
+        yield labelled(CounterMetricFamily, "requests_ended", "Requests that ended.", ("how",), ended)
+        yield counter("requests_resubmitted", "Requests that went on under another epoch.", r.resubmitted)
+        yield counter("tokens", "Tokens handed out.", r.tokens)
+        yield counter(
             "digest_mismatches",
             "Batches in which head and tail did not name the same rows.",
             r.digest_mismatches,
         )
-        yield _gauge("ring_serving", "1 while requests can be submitted.", float(b.serving))
-        yield _labelled(
+        yield gauge("ring_serving", "1 while requests can be submitted.", float(b.serving))
+        yield labelled(
             GaugeMetricFamily,
             "ring_state",
             "1 for the state that the ring is in.",
             ("state",),
             (((name,), float(b.state.name == name)) for name in STATES),
         )
-        yield _gauge("ring_epoch", "Epoch of the ring's plan; 0 without one.", b.epoch)
-        yield _gauge("ring_peers", "Peers that offer themselves to the ring, stages included.", b.peers)
-        yield _counter("ring_refused_peers", "Polls of peers without a good ticket.", b.refused_peers)
-        yield _counter("ring_epochs", "Epochs that began to serve.", ring.epochs)
-        yield _counter("ring_batches", "Batches that came back.", ring.batches)
-        yield _counter("ring_rows", "Rows of batches that came back.", ring.rows)
-        yield _counter("ring_tokens", "Tokens sampled, also such as nobody waited for.", ring.tokens)
-        yield _counter("ring_unusable_traces", "Batches whose trace made no sense.", ring.unusable)
-        yield _gauge("ring_in_flight", "Batches under way.", ring.in_flight)
-        yield _gauge(
+        yield gauge("ring_epoch", "Epoch of the ring's plan; 0 without one.", b.epoch)
+        yield gauge("ring_peers", "Peers that offer themselves to the ring, stages included.", b.peers)
+        yield counter("ring_refused_peers", "Polls of peers without a good ticket.", b.refused_peers)
+        yield counter("ring_epochs", "Epochs that began to serve.", ring.epochs)
+        yield counter("ring_batches", "Batches that came back.", ring.batches)
+        yield counter("ring_rows", "Rows of batches that came back.", ring.rows)
+        yield counter("ring_tokens", "Tokens sampled, also such as nobody waited for.", ring.tokens)
+        yield counter("ring_unusable_traces", "Batches whose trace made no sense.", ring.unusable)
+        yield gauge("ring_in_flight", "Batches under way.", ring.in_flight)
+        yield gauge(
             "ring_round_trip_seconds",
             "From the head's word of a batch to its tokens, median of the last ten seconds.",
             b.window.round_trip_ms / 1e3,
@@ -238,7 +224,7 @@ class BridgeCollector(Collector):
             ("sent_bytes", "Frames sent to the next stage, as the stage reports.", "bytes_out"),
             ("engine_restarts", "Engine processes that had to be started again.", "engine_restarts"),
         ):
-            yield _labelled(
+            yield labelled(
                 CounterMetricFamily,
                 f"ring_stage_{name}",
                 text,
@@ -255,14 +241,14 @@ class BridgeCollector(Collector):
             ("link_busy_ratio", "Share in which something waited for the link to the next stage.", "link"),
             ("queue", "Batches that a batch found before it, on average.", "queue"),
         ):
-            yield _labelled(
+            yield labelled(
                 GaugeMetricFamily,
                 f"ring_stage_{name}",
                 text,
                 ("stage",),
                 (((str(index),), getattr(stage, attribute)) for index, stage in enumerate(stages)),
             )
-        yield _labelled(
+        yield labelled(
             GaugeMetricFamily,
             "ring_stage_link_round_trip_seconds",
             "To the next stage and back.",
@@ -281,7 +267,7 @@ class BridgeCollector(Collector):
             ("agent_resident_bytes", "Memory of the stage's agent process.", "agent_bytes", 1.0),
             ("loop_lag_seconds", "Lateness of the stage's event loop, 99th percentile.", "lag_p99_ms", 1e-3),
         ):
-            yield _labelled(
+            yield labelled(
                 GaugeMetricFamily,
                 f"ring_stage_{name}",
                 text,
@@ -296,7 +282,7 @@ class BridgeCollector(Collector):
     def _network(self) -> Iterator[Metric]:
         node = self._bridge.node
         paths = [connection.path for connection in node.connections]
-        yield _labelled(
+        yield labelled(
             GaugeMetricFamily,
             "net_connections",
             "Connections to peers and relays.",
@@ -304,16 +290,16 @@ class BridgeCollector(Collector):
             (((path,), paths.count(path)) for path in ("direct", "relayed")),
         )
         made = ((("inbound",), node.host.inbound), (("outbound",), node.host.outbound))
-        yield _labelled(
+        yield labelled(
             CounterMetricFamily, "net_connections_made", "Connections that were made.", ("direction",), made
         )
-        yield _counter(
+        yield counter(
             "net_handshakes_failed",
             "Connections that never proved who they are.",
             node.host.failed_handshakes,
         )
         states = [relay.state for relay in node.relays]
-        yield _labelled(
+        yield labelled(
             GaugeMetricFamily,
             "net_relays",
             "Relays, by how it stands with the place there.",
@@ -326,17 +312,17 @@ class BridgeCollector(Collector):
             ("failures", "Failures with relays.", "failures"),
         ):
             total = sum(getattr(relay, attribute) for relay in node.relays)
-            yield _counter(f"net_relay_{name}", text, total)
+            yield counter(f"net_relay_{name}", text, total)
         links = [link.protocol for link in node.links]
         traffic = sorted(node.traffic.items())
-        yield _labelled(
+        yield labelled(
             GaugeMetricFamily,
             "net_links",
             "Links open.",
             ("protocol",),
             (((protocol,), links.count(protocol)) for protocol, _ in traffic),
         )
-        yield _labelled(
+        yield labelled(
             CounterMetricFamily,
             "net_links_opened",
             "Links that were opened.",
@@ -344,7 +330,7 @@ class BridgeCollector(Collector):
             (((protocol,), carried.links) for protocol, carried in traffic),
         )
         for unit, text in (("frames", "Frames on links."), ("bytes", "Payload of frames on links.")):
-            yield _labelled(
+            yield labelled(
                 CounterMetricFamily,
                 f"net_link_{unit}",
                 text,
@@ -355,7 +341,7 @@ class BridgeCollector(Collector):
                     for direction in ("sent", "received")
                 ),
             )
-        yield _labelled(
+        yield labelled(
             CounterMetricFamily,
             "net_links_refused",
             "Links of peers that were turned away.",

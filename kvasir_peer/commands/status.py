@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +30,24 @@ def _folder_bytes(folder: Path) -> int:
             else:
                 total += entry.stat(follow_symlinks=False).st_size
     return total
+
+
+def _taken(home: Path) -> dict[str, int] | None:
+    """What a bridge has had from volunteers, of its ledger; None where there is none."""
+    import sqlite3
+
+    file = home / settings.LEDGER_FILE
+    if not file.exists():
+        return None
+    try:
+        with closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True, timeout=1.0)) as base:
+            peers, rows, checked = base.execute(
+                "SELECT count(*), coalesce(sum(rows), 0), coalesce(sum(checked), 0) FROM given"
+            ).fetchone()
+            (quarantined,) = base.execute("SELECT count(*) FROM quarantine").fetchone()
+    except sqlite3.Error:
+        return None  # another program's file, or one that is being made
+    return {"peers": peers, "rows": rows, "checked": checked, "quarantined": quarantined}
 
 
 def _time(seconds: float) -> str:
@@ -76,9 +95,18 @@ def show_status(
     found["store_bytes"] = held
     lines.append(f"weights  {held / 1e6:.1f} MB on disk")
     given = running.given(folder)
-    found["given"] = {"rows": given.rows, "seconds": given.seconds}
+    found["given"] = {"rows": given.rows, "seconds": given.seconds, "sent_bytes": given.sent_bytes}
     if given.rows:
         lines.append(f"given    {given.rows:,} rows of experts, {given.seconds:.0f} s of computing")
+    if given.sent_bytes:
+        lines.append(f"sent     {given.sent_bytes / 1e6:.1f} MB of weights to other volunteers")
+    taken = _taken(folder)
+    if taken is not None:
+        found["volunteers"] = taken
+        lines.append(
+            f"taken    {taken['rows']:,} rows of {taken['peers']} volunteers, {taken['checked']:,} of them checked; "
+            f"{taken['quarantined']} are quarantined"
+        )
     role = running.find(folder)
     if role is None:
         lines.append("running  nothing")

@@ -20,6 +20,7 @@ from kvasir_peer.experts.coordinator import Coordinator
 from kvasir_peer.experts.dispatch_policy import DispatchSettings, SlotReading
 from kvasir_peer.experts.dispatcher import Dispatcher, DispatcherConfig
 from kvasir_peer.experts.market_client import MarketClient, download_sources
+from kvasir_peer.experts.market_figures import figures_of
 from kvasir_peer.experts.patience import Patience
 from kvasir_peer.experts.verification import Mode
 from kvasir_peer.experts.volunteering import Join, Joined
@@ -376,4 +377,5 @@ class CoordinatorPeer:
                 for worker in figures.workers[: wire.MAX_WORKERS]
             ),
             tuple((peer, why[:200]) for peer, why in figures.caught[-64:]),
+            figures_of(figures),
         )

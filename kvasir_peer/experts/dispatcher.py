@@ -108,6 +108,7 @@ class DispatchStatistics:
         fallbacks: parts that no worker answered in time. ``hedges``: parts that were sent twice.
         shadows, checks, skipped_checks: tries and checks made; checks given up because too many waited.
         refused_sums: answers that were plainly wrong.
+        frames: sent to workers; ``late``: those that missed their deadline.
         caught: workers found to lie, and why.
         heat: rows routed in each layer.
         workers: those in the map.
@@ -124,6 +125,8 @@ class DispatchStatistics:
     checks: int
     skipped_checks: int
     refused_sums: int
+    frames: int
+    late: int
     caught: tuple[tuple[str, str], ...]
     heat: Mapping[int, int]
     workers: tuple[WorkerFigures, ...]
@@ -571,14 +574,16 @@ class Dispatcher:
         # all workers out at once.
         limit = state.latency.deadline(PATIENCE * _scale(state, part))
         known.state = policy.sent(state, pairs, shadow=shadow)
+        self._counts["frames"] += 1
         began = trio.current_time()
         reason = f"no answer in {limit * 1e3:.0f} ms"
         found: _Answer | None = None
         try:
-            with trio.move_on_after(limit):
+            with trio.move_on_after(limit) as scope:
                 answer = await link.ask(part.layer, part.ids, part.weights, part.x, Priority.DECODE)
                 seconds = trio.current_time() - began
                 found = _Answer(answer.sums, pairs, seconds, min(answer.held, seconds))
+            self._counts["late"] += scope.cancelled_caught
         except (LinkError, RefusedError, WireError) as error:
             reason = str(error)
         finally:
@@ -733,6 +738,8 @@ class Dispatcher:
             count["checks"],
             count["skipped_checks"],
             count["refused_sums"],
+            count["frames"],
+            count["late"],
             tuple(self._caught.items()),
             dict(self._heat),
             tuple(figures),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import trio
 
 from kvasir_peer.errors import RefusedError
@@ -18,6 +19,7 @@ from kvasir_peer.experts import market, market_messages, market_views
 from kvasir_peer.experts.coordinators import Coordinators
 from kvasir_peer.experts.dispatch_map import DispatchMap, MapDispatcher, MapWorker, sign_map
 from kvasir_peer.experts.dispatch_policy import SlotReading
+from kvasir_peer.experts.market_figures import DispatchTotals, ExpertsStatistics, experts_statistics
 from kvasir_peer.experts.market_messages import Budget, Decision, Event, ExpertModel
 from kvasir_peer.experts.permits import PERMIT_SECONDS, ChunkPermit, sign_permit
 from kvasir_peer.experts.recruitment import DEFAULT_RECRUITMENT, RecruitmentSettings
@@ -180,7 +182,9 @@ class MarketService:
         self._version = 0
         self._issued = 0.0
         self._newer = trio.Event()
-        self._tallies = Tallies()
+        self._tallies: Tallies[tuple[str, str]] = Tallies()
+        self._totals = DispatchTotals()
+        self._rows = self._checked = 0
         self._given: dict[str, tuple[int, int]] = {}
         self._modes: dict[str, Mapping[str, object]] = {}
         self._nursery: trio.Nursery | None = None
@@ -562,6 +566,7 @@ class MarketService:
         if self._joined.pop(peer, None) is not None:
             self.coordinators.drop(peer)
             self._modes.pop(peer, None)
+            self._totals.gone(peer)
             self._apply(market_messages.CoordinatorDown(peer))
             self._issue()
             self._tell(Progress("problem", f"the coordinator {peer} is gone"))
@@ -588,7 +593,9 @@ class MarketService:
             "mode": found.mode,
             "local_pairs": found.local_pairs,
             "remote_pairs": found.remote_pairs,
+            **msgspec.structs.asdict(found.figures),
         }
+        self._totals.told(peer, found.run, found.local_pairs, found.remote_pairs, found.figures)
         self._apply(market_messages.SlotsRead(peer, reading, heat))
         for caught, why in found.caught[:256]:
             if caught not in self._state.quarantine:
@@ -603,14 +610,17 @@ class MarketService:
         await trio.to_thread.run_sync(self._ledger.quarantine, peer, why)
 
     def _count(self, coordinator: str, found: Slots) -> None:
-        told = [
-            (worker.peer, worker.rows, worker.checked)
-            for worker in found.workers[: wire.MAX_WORKERS]
-            if worker.peer in self._admitted  # nobody else can have given anything
-        ]
-        for peer, rows, checked in self._tallies.more(coordinator, found.run, told):
+        told: dict[tuple[str, str], int] = {}
+        for worker in found.workers[: wire.MAX_WORKERS]:
+            if worker.peer in self._admitted:  # nobody else can have given anything
+                told[worker.peer, "rows"], told[worker.peer, "checked"] = worker.rows, worker.checked
+        more = self._tallies.more(coordinator, found.run, told)
+        for peer in {peer for peer, _ in more}:
+            rows, checked = more.get((peer, "rows"), 0), more.get((peer, "checked"), 0)
             before = self._given.get(peer, (0, 0))
             self._given[peer] = (before[0] + rows, before[1] + checked)
+            self._rows += rows
+            self._checked += checked
 
     async def _write_ledger(self) -> None:
         while True:
@@ -628,6 +638,12 @@ class MarketService:
         if anybody or self._kept_somebody:
             await trio.to_thread.run_sync(self._ledger.keep, "roll", encode_roll(present))
         self._kept_somebody = anybody
+
+    def statistics(self) -> ExpertsStatistics | None:
+        """A snapshot, or None where the model has no experts."""
+        return experts_statistics(
+            self._state, self.name, trio.current_time(), self._totals, self._rows, self._checked
+        )
 
     # -- what is shown --------------------------------------------------------------------------------------
 

@@ -1,63 +1,50 @@
-"""What coordinators say that workers have computed, as growth since they said it last.
+"""What dispatchers count, as growth since they said it last.
 
-A coordinator counts from its start on; ``run`` tells one start from another. Of each coordinator only its present run
-is remembered, and of that only what its last answer named, so that none can fill a bridge's memory by naming new ones.
+A dispatcher counts from its start on; ``run`` tells one start from another. Of each dispatcher only its present run
+is remembered, and of that only what its last word named, so that none can fill a bridge's memory by naming new ones.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping
+from typing import Generic, TypeVar
 
-# Coordinators that are remembered; one that was forgotten and comes back in the same run is counted anew.
-MAX_COORDINATORS = 1_024
+# Dispatchers that are remembered; one that was forgotten and comes back in the same run is counted anew.
+MAX_DISPATCHERS = 1_024
 
-
-@dataclass
-class _Run:
-    run: int
-    counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+Key = TypeVar("Key", bound=Hashable)
 
 
-class Tallies:
-    """Use :meth:`more` with each answer."""
+class Tallies(Generic[Key]):
+    """Use :meth:`more` with each word of a dispatcher."""
 
     def __init__(self) -> None:
-        self._runs: OrderedDict[str, _Run] = OrderedDict()
+        self._told: OrderedDict[str, tuple[int, Mapping[Key, int]]] = OrderedDict()
 
-    def more(
-        self, coordinator: str, run: int, workers: Iterable[tuple[str, int, int]]
-    ) -> list[tuple[str, int, int]]:
-        """What is new in an answer.
+    def more(self, dispatcher: str, run: int, counts: Mapping[Key, int]) -> dict[Key, int]:
+        """What has grown since the last word of the same run, and by how much.
 
         Args:
-            coordinator: who says it.
+            dispatcher: who says it.
             run: of its start.
-            workers: (peer, rows, checked) since that start.
-
-        Returns:
-            (peer, rows, checked) of those that have done something since the last answer of the same run.
+            counts: since that start.
         """
-        known = self._runs.pop(coordinator, None)
-        if known is None or known.run != run:
-            known = _Run(run)
-        told = {peer: (rows, checked) for peer, rows, checked in workers}
-        found = []
-        for peer, (rows, checked) in told.items():
-            before = known.counts.get(peer, (0, 0))
-            # Fewer than before: the coordinator had forgotten the worker, and has begun to count it anew.
-            if rows < before[0] or checked < before[1]:
-                before = (0, 0)
-            more = (max(0, rows - before[0]), max(0, checked - before[1]))
-            if any(more):
-                found.append((peer, *more))
-        known.counts = told
-        self._runs[coordinator] = known
-        while len(self._runs) > MAX_COORDINATORS:
-            self._runs.popitem(last=False)
+        known_run, before = self._told.pop(dispatcher, (run, {}))
+        if known_run != run:
+            before = {}
+        found = {}
+        for key, count in counts.items():
+            last = before.get(key, 0)
+            # Fewer than before: the dispatcher had forgotten what it counts, and has begun anew.
+            grown = count - last if count >= last else count
+            if grown > 0:
+                found[key] = grown
+        self._told[dispatcher] = (run, dict(counts))
+        while len(self._told) > MAX_DISPATCHERS:
+            self._told.popitem(last=False)
         return found
 
     def __len__(self) -> int:
         """Counts that are remembered."""
-        return sum(len(known.counts) for known in self._runs.values())
+        return sum(len(counts) for _, counts in self._told.values())

@@ -40,7 +40,7 @@ from kvasir_peer.ring.telemetry import Timeline
 from kvasir_peer.ring.volunteering import Orders
 from kvasir_peer.ring.volunteering import Report as StageReport
 from kvasir_peer.roles.served_model import BridgeModel, open_model, public_address
-from kvasir_peer.settings import BridgeReady, BridgeSettings
+from kvasir_peer.settings import LEDGER_FILE, BridgeReady, BridgeSettings
 from kvasir_peer.ticket import Ticket
 from kvasir_peer.wire import chunks, ring
 
@@ -124,6 +124,7 @@ class Bridge:
             requests=self.manager.requests.statistics(),
             node=self._node.statistics(),
             lag=self._lag.statistics(),
+            experts=self.market.statistics(),
         )
 
     def ready(self) -> bool:
@@ -363,7 +364,7 @@ async def run_bridge(
                 node, model.manifest, model.shape, ring_settings, sign=me.sign, report=report, lag=lag
             )
             ledger = stack.enter_context(
-                contextlib.closing(await trio.to_thread.run_sync(Ledger, settings.home / "ledger.sqlite"))
+                contextlib.closing(await trio.to_thread.run_sync(Ledger, settings.home / LEDGER_FILE))
             )
             market = MarketService(
                 node,

@@ -7,8 +7,7 @@ from pathlib import Path
 import trio
 
 from kvasir_peer import identity, running
-from kvasir_peer.experts.expert_server import ServerStatistics
-from kvasir_peer.experts.volunteer import Volunteer, VolunteerConfig, VolunteerNews
+from kvasir_peer.experts.volunteer import Volunteer, VolunteerConfig, VolunteerNews, VolunteerStatistics
 from kvasir_peer.progress import Progress, Report, Step
 from kvasir_peer.roles.member import open_member
 from kvasir_peer.running import PAUSE_FILE
@@ -81,20 +80,24 @@ async def run_volunteer(settings: VolunteerSettings, *, report: Report) -> None:
 async def _keep_given(home: Path, volunteer: Volunteer) -> None:
     """Keep count, in the home directory, of what this machine has given."""
     before = running.given(home)
-    kept = 0
+    kept = before
     try:
         while True:
             await trio.sleep(GIVEN_SECONDS)
-            served = volunteer.statistics().served
-            if served.rows != kept:
-                kept = served.rows
-                running.keep_given(home, _sum(before, served))
+            found = _sum(before, volunteer.statistics())
+            if found != kept:
+                kept = found
+                running.keep_given(home, found)
     finally:
-        running.keep_given(home, _sum(before, volunteer.statistics().served))
+        running.keep_given(home, _sum(before, volunteer.statistics()))
 
 
-def _sum(before: running.Given, served: ServerStatistics) -> running.Given:
-    return running.Given(before.rows + served.rows, before.seconds + served.held_ms / 1e3)
+def _sum(before: running.Given, now: VolunteerStatistics) -> running.Given:
+    return running.Given(
+        before.rows + now.served.rows,
+        before.seconds + now.served.held_ms / 1e3,
+        before.sent_bytes + now.given_bytes,
+    )
 
 
 async def _watch_pause(home: Path, volunteer: Volunteer) -> None:

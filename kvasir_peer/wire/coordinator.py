@@ -13,6 +13,7 @@ import msgspec
 
 from kvasir_peer.errors import WireError
 from kvasir_peer.wire.codec import PREFIX_BYTES, Codec
+from kvasir_peer.wire.dispatching import Count, DispatchFigures
 from kvasir_peer.wire.ring import (
     MAX_SUBMIT_STOP_TOKENS,
     RESULT_ROW_BYTES,
@@ -99,8 +100,8 @@ class WorkerRows(msgspec.Struct, frozen=True, array_like=True):
     """What one worker has computed for this coordinator since both started: rows used, and found right."""
 
     peer: str
-    rows: int
-    checked: int
+    rows: Count
+    checked: Count
 
 
 class Slots(msgspec.Struct, frozen=True, array_like=True):
@@ -114,6 +115,7 @@ class Slots(msgspec.Struct, frozen=True, array_like=True):
         heat: (layer, rows routed).
         workers: what they have done.
         caught: (peer, why) of workers found to lie.
+        figures: of its dispatch.
     """
 
     nonce: int
@@ -122,11 +124,12 @@ class Slots(msgspec.Struct, frozen=True, array_like=True):
     queue: int
     run: int = 0
     mode: str = "local"
-    local_pairs: int = 0
-    remote_pairs: int = 0
+    local_pairs: Count = 0
+    remote_pairs: Count = 0
     heat: tuple[tuple[int, int], ...] = ()
     workers: tuple[WorkerRows, ...] = ()
     caught: tuple[tuple[str, str], ...] = ()
+    figures: DispatchFigures = DispatchFigures()
 
 
 _KINDS: dict[int, type[msgspec.Struct]] = {

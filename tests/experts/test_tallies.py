@@ -7,21 +7,22 @@ from kvasir_peer.experts.tallies import Tallies
 
 
 def test_growth_counts_once_within_a_run_and_anew_in_the_next() -> None:
-    book = Tallies()
-    assert book.more("c", 1, [("a", 10, 2), ("b", 5, 0)]) == [("a", 10, 2), ("b", 5, 0)]
-    assert book.more("c", 1, [("a", 14, 2), ("b", 5, 0)]) == [("a", 4, 0)]
-    assert book.more("d", 1, [("a", 3, 3)]) == [("a", 3, 3)], "another coordinator counts for itself"
-    assert book.more("c", 2, [("a", 6, 1)]) == [("a", 6, 1)], "it was started again"
-    assert book.more("c", 2, []) == []
-    assert book.more("c", 2, [("a", 2, 0)]) == [("a", 2, 0)], "it had forgotten the worker, and counts anew"
+    book: Tallies[str] = Tallies()
+    assert book.more("c", 1, {"a": 10, "b": 5, "none": 0}) == {"a": 10, "b": 5}
+    assert book.more("c", 1, {"a": 14, "b": 5}) == {"a": 4}
+    assert book.more("d", 1, {"a": 3}) == {"a": 3}, "another dispatcher counts for itself"
+    assert book.more("c", 2, {"a": 6}) == {"a": 6}, "it was started again"
+    assert book.more("c", 2, {}) == {}
+    assert book.more("c", 2, {"a": 2}) == {"a": 2}, "it had forgotten the worker, and counts anew"
+    assert book.more("c", 2, {"a": 1}) == {"a": 1}
 
 
 def test_neither_new_runs_nor_new_names_fill_the_memory(monkeypatch) -> None:
-    monkeypatch.setattr(tallies, "MAX_COORDINATORS", 4)
-    book = Tallies()
+    monkeypatch.setattr(tallies, "MAX_DISPATCHERS", 4)
+    book: Tallies[str] = Tallies()
     for run in range(1000):
-        book.more("c", run, [(f"worker {run} {i}", 1, 0) for i in range(10)])
+        book.more("c", run, {f"worker {run} {i}": 1 for i in range(10)})
     assert len(book) == 10
     for i in range(100):
-        book.more(f"c{i}", 1, [("a", 1, 0)])
+        book.more(f"c{i}", 1, {"a": 1})
     assert len(book) == 4
