@@ -35,6 +35,7 @@ class Progress:
         done: how much of ``total`` is done, in ``unit``.
         total: 0 where there is nothing to count.
         unit: one of :data:`UNITS`.
+        stage: of a ring that the role has a place in, counted from 1; 0 without one.
     """
 
     step: Step
@@ -42,6 +43,7 @@ class Progress:
     done: int = 0
     total: int = 0
     unit: str = ""
+    stage: int = 0
 
     def to_json(self) -> str:
         """One line of JSON."""

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 QUESTION = "Why is the sky blue? Answer in one short sentence."
 READY_SECONDS = 120.0  # from the last stage's word that it serves until the bridge takes a request
 SILENCE_SECONDS = 120.0  # between two lines of an answer
-REPORT_SECONDS = 12.0  # until stages have reported the last rows: one poll, and some
+# Until the bridge has counted the last rows: they come with the tokens, but for batches that give none.
+COUNT_SECONDS = 2.0
 TEMPORARY_PREFIX = "kvasir-swarm-"
 
 
@@ -181,7 +182,7 @@ class Swarm:
         await children.wait_for(lambda: self._base_url or None, "the bridge")
         names = [
             f"peer {number + 1}" for number in range(settings.stages)
-        ]  # which stage it gets, the plan says
+        ]  # until the plan says which stage it is
         for name in names:
             stage_home = self._home / name.replace(" ", "-")
             # The ticket has a secret, which a command line would show to everybody on the machine.
@@ -241,7 +242,7 @@ class Swarm:
         elif (progress := Progress.from_json(line)) is not None:
             if progress.step == "ready":
                 self._serving.add(child.name)
-            self._tell(child.name, progress)
+            self._tell(f"stage {progress.stage}" if progress.stage else child.name, progress)
 
     def _tell(self, name: str, what: str | Progress) -> None:
         reporter = self._reporters.setdefault(name, Reporter(json_lines=False, prefix=f"{name:<8} "))
@@ -327,25 +328,22 @@ class Swarm:
     async def _stage_figures(
         self, client: httpx.AsyncClient, model: str, rows: int
     ) -> list[Mapping[str, Any]]:
-        """Each stage's entry of ``/api/ring/{model}``, when all have reported ``rows`` rows.
-
-        Stages report with their polls, so the last rows may show some seconds later.
-        """
+        """Each stage's entry of ``/api/ring/{model}``, when the bridge has counted ``rows`` rows of all."""
         import trio
 
-        give_up = time.monotonic() + REPORT_SECONDS
+        give_up = time.monotonic() + COUNT_SECONDS
         while True:
             got = await client.get(str(client.base_url.join(f"/api/ring/{model}")))
             if got.status_code != 200:
                 raise answers.refusal(got.status_code, got.headers, got.content)
             stages: list[Mapping[str, Any]] = list(got.json()["stages"])
-            if time.monotonic() > give_up or all(_figure(stage, "rows") >= rows for stage in stages):
+            if time.monotonic() > give_up or all(_total(stage, "rows") >= rows for stage in stages):
                 return stages
-            await trio.sleep(0.25)
+            await trio.sleep(0.1)
 
 
-def _figure(stage: Mapping[str, Any], name: str) -> float:
-    return float((stage.get("figures") or {}).get(name, 0.0))
+def _total(stage: Mapping[str, Any], name: str) -> float:
+    return float((stage.get("totals") or {}).get(name, 0.0))
 
 
 def stage_table(stages: Sequence[Mapping[str, Any]]) -> str:
@@ -353,8 +351,8 @@ def stage_table(stages: Sequence[Mapping[str, Any]]) -> str:
     lines = [f"{'stage':<7} {'layers':<9} {'rows':>6} {'held':>9} {'starved':>9} {'blocked':>9}  sends"]
     for number, stage in enumerate(stages, start=1):
         layers = f"{stage['first']}-{stage['end'] - 1}"
-        spent = [_figure(stage, name) / 1000 for name in ("held_ms", "starved_ms", "blocked_ms")]
+        spent = [_total(stage, f"{name}_seconds") for name in ("held", "starved", "blocked")]
         times = " ".join(f"{seconds:>7.2f} s" for seconds in spent)
         path = str((stage.get("figures") or {}).get("path", ""))
-        lines.append(f"{number:<7} {layers:<9} {_figure(stage, 'rows'):>6.0f} {times}  {path}".rstrip())
+        lines.append(f"{number:<7} {layers:<9} {_total(stage, 'rows'):>6.0f} {times}  {path}".rstrip())
     return "\n".join(lines)

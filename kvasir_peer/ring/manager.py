@@ -525,6 +525,7 @@ class RingManager:
         lag = self._lag.statistics()
         window = self._window()
         state = self._ring_state(window)
+        totals = self.telemetry.statistics().stages
         return {
             "state": self.state,
             "missing": self.missing(),
@@ -552,6 +553,7 @@ class RingManager:
                     "window": msgspec.to_builtins(window.stages[index])
                     if index < len(window.stages)
                     else None,
+                    "totals": msgspec.to_builtins(totals[index]) if index < len(totals) else None,
                 }
                 for index, stage in enumerate(plan.stages)
             ]

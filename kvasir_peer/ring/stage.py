@@ -155,6 +155,7 @@ class StageEpoch:
         engine: holds the stage's layers.
         verify: checks the head's signature.
         experts: sends routed rows to volunteers; None computes them here.
+        opened: called once, when the links to the neighbours stand.
     """
 
     plan: Plan
@@ -164,6 +165,7 @@ class StageEpoch:
     verify: Verify
     counters: Counters = field(default_factory=Counters)
     experts: StageExperts | None = field(default=None, kw_only=True)
+    opened: Callable[[], None] = field(default=lambda: None, kw_only=True)
 
     def __post_init__(self) -> None:
         self.limits: Limits = self.plan.limits()
@@ -213,6 +215,7 @@ class StageEpoch:
         for task in self._tasks():
             nursery.start_soon(self._guard, task)
         task_status.started()
+        self.opened()
 
     def _tasks(self) -> Sequence[Callable[[], Awaitable[None]]]:
         tasks: list[Callable[[], Awaitable[None]]] = [self._depart]

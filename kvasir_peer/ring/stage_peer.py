@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import trio
@@ -74,6 +74,7 @@ class StageNews:
         state: as in :class:`~kvasir_peer.ring.volunteering.Report`.
         text: in words.
         done, total, per_second: bytes of a download or a load, 0 where there is none.
+        stage: of the plan in which this peer has a place, counted from 1; 0 without one.
     """
 
     state: StageState
@@ -81,6 +82,7 @@ class StageNews:
     done: int = 0
     total: int = 0
     per_second: float = 0.0
+    stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -407,10 +409,10 @@ class StagePeer:
         self._state, self._transfer = state, transfer
         self._moved.set()
         self._moved = trio.Event()
-        if transfer is None:
-            self._tell(StageNews(state, text))
-        else:
-            self._tell(StageNews(state, text, transfer.done, transfer.total, transfer.per_second))
+        moved = transfer or Transfer(0, 0)
+        index = self._plan.index_of(self._node.peer_id) if self._plan is not None else None
+        stage = 0 if index is None else index + 1
+        self._tell(StageNews(state, text, moved.done, moved.total, moved.per_second, stage))
 
     # -- getting a slice ready ------------------------------------------------------------------------------
 
@@ -556,19 +558,14 @@ class StagePeer:
         index = plan.index_of(self._node.peer_id)
         assert index is not None, "a plan without a place here is not taken"
         self._kept = True
-        if index == 0:
-            epoch: StageEpoch = HeadEpoch(
-                plan,
-                index,
-                self._node,
-                self._engine,
-                self._verify,
-                state=self._head_of(plan),
-                sign=self._sign,
-                experts=self._experts,
-            )
-        else:
-            epoch = StageEpoch(plan, index, self._node, self._engine, self._verify, experts=self._experts)
+        parts = (plan, index, self._node, self._engine, self._verify)
+        # The path and figures of a ring that has just begun are worth more than a poll's wait.
+        more: dict[str, Any] = {"experts": self._experts, "opened": self._urgent}
+        epoch = (
+            HeadEpoch(*parts, state=self._head_of(plan), sign=self._sign, **more)
+            if index == 0
+            else StageEpoch(*parts, **more)
+        )
         self._epoch = epoch
         self._epoch_changed.set()
         self._epoch_changed = trio.Event()

@@ -73,8 +73,8 @@ async def run_stage(settings: StageSettings, *, report: Report, leaving: Leaving
 
 async def _run(settings: StageSettings, report: Report, leaving: Leaving) -> None:
     def tell(news: StageNews) -> None:
-        unit = "bytes" if news.total else ""
-        report(Progress(_STEPS.get(news.state, "plan"), news.text, news.done, news.total, unit))
+        step, unit = _STEPS.get(news.state, "plan"), "bytes" if news.total else ""
+        report(Progress(step, news.text, news.done, news.total, unit, news.stage))
 
     async with (
         open_member(settings, "stage", report, memory_share=FREE_MEMORY_SHARE) as member,
