@@ -14,12 +14,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvasir_peer.errors import PlanError
+from kvasir_peer.errors import PlanError, WireError
 from kvasir_peer.serving.costs import CostModel, Line
 from kvasir_peer.serving.widths import Widths
 from kvasir_peer.wire import ring
 from kvasir_peer.wire.membership import Limits
-from kvasir_peer.wire.tensors import DTYPES, tensor_bytes
+from kvasir_peer.wire.tensors import tensor_bytes
 
 MAX_STAGES = ring.MAX_STAGES
 MAX_LAYERS = 1024
@@ -125,8 +125,10 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         ):
             if not 0 <= seconds < math.inf:
                 self._refuse(f"{name} is {seconds}")
-        if self.dtype not in DTYPES:
-            self._refuse(f"boundary dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        try:
+            tensor_bytes(self.dtype, 1, self.n_embd)
+        except WireError as error:
+            self._refuse(str(error))
         self.widths.check()
         self._check_place(self.bridge, self.bridge_addresses)
         self._check_stages()

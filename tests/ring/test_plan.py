@@ -139,7 +139,7 @@ def test_the_largest_plan_fits_its_bound() -> None:
     assert decode_plan(sign_plan(plan, signer(BRIDGE)), BRIDGE, verify) == plan
 
 
-@pytest.mark.parametrize(("dtype", "row"), [("f32", 256), ("f16", 128), ("bf16", 128), ("int8", 68)])
+@pytest.mark.parametrize(("dtype", "row"), [("f32", 256), ("f16", 128), ("bf16", 128), ("int8", 72)])
 def test_bounds_follow_from_the_widths(dtype: str, row: int) -> None:
     plan = a_plan(dtype=dtype)
     assert plan.row_bytes == row

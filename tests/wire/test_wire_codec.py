@@ -58,6 +58,52 @@ def test_boundaries_round_trip_within_their_precision(dtype: str) -> None:
     assert (back[2] == 0).all()
 
 
+@given(
+    st.integers(1, 5),
+    st.integers(1, 300),
+    st.integers(0, 2**32 - 1),
+    st.floats(1e-6, 6e4),
+    st.integers(0, 6),
+)
+def test_int8_keeps_small_values_beside_large_ones(
+    rows: int, width: int, seed: int, large: float, many: int
+) -> None:
+    """Whatever is too large for the others' codes stands beside, up to one in 128; the rest is off by half a step."""
+    rng = np.random.default_rng(seed)
+    values = rng.normal(size=(rows, width)).astype(np.float32)
+    kept = -(-width // 128)
+    for row in values:
+        row[rng.integers(0, width, min(many, kept))] = large
+    data = encode_tensor(values, "int8")
+    assert data.nbytes == tensor_bytes("int8", rows, width) == rows * (width + 4 + 4 * kept)
+    back = decode_tensor(bytes(data), "int8", rows, width)
+    magnitudes = np.sort(np.abs(values), axis=1)
+    step = magnitudes[:, [-kept - 1]] / 127 if kept < width else np.zeros((rows, 1), np.float32)
+    assert (np.abs(back - values) <= 0.51 * step + 5e-4 * np.abs(values) + 1e-7).all()
+    assert encode_tensor(values, "int8") == data, "the same bytes each time"
+
+
+@given(st.binary(min_size=2 * (200 + 4 + 8), max_size=2 * (200 + 4 + 8)))
+def test_any_bytes_of_the_right_size_are_an_int8_tensor_or_refused(data: bytes) -> None:
+    with np.errstate(all="ignore"):
+        try:
+            assert decode_tensor(data, "int8", 2, 200).shape == (2, 200)
+        except WireError as error:
+            assert error.code == "shape" and "outlier in column" in str(error)
+
+
+def test_int8_keeps_what_is_no_number_and_refuses_rows_too_wide_for_its_columns() -> None:
+    values = np.ones((1, 200), np.float32)
+    values[0, 7] = np.nan
+    values[0, 9] = 1e6
+    back = decode_tensor(encode_tensor(values, "int8"), "int8", 1, 200)
+    assert np.isnan(back[0, 7]) and back[0, 9] == 65504
+    assert np.abs(np.delete(back, [7, 9]) - 1).max() < 0.01
+    with pytest.raises(WireError) as caught:
+        tensor_bytes("int8", 1, (1 << 16) + 1)
+    assert caught.value.code == "shape"
+
+
 def test_f16_clips_and_bf16_keeps_range_and_nan() -> None:
     values = np.array([[1e6, -1e6, 3e38, np.nan]], np.float32)
     half = decode_tensor(encode_tensor(values, "f16"), "f16", 1, 4)
