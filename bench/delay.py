@@ -4,18 +4,22 @@
 
 One process forwards for all peers of a bench, each through a port of its own, so that the delay lies on the way of
 each. Rate is not limited: what is measured is distance.
+
+Threads, not an event loop: a loop's timers count whole milliseconds, which would make 2.5 ms into 3, while a thread
+sleeps to within a tenth of one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import queue
+import socket
 import sys
-from collections import deque
-from functools import partial
-
-import trio
+import threading
+import time
 
 CHUNK_BYTES = 256 * 1024
-MAX_HELD_BYTES = 64 << 20  # of one direction on its way: a second of half a gigabit
+MAX_HELD_CHUNKS = 4096  # of one direction on its way
 
 
 class DelayingProxy:
@@ -23,72 +27,73 @@ class DelayingProxy:
 
     Attributes:
         delay: seconds, each way; may be changed while it runs, and counts for what comes from then on.
+        port: at which it listens.
     """
 
     def __init__(self, target: tuple[str, int], delay: float = 0.0) -> None:
         self.target = target
         self.delay = delay
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._serve, daemon=True).start()
 
-    async def serve(self, near: trio.SocketStream) -> None:
-        """One connection, until both directions have ended."""
-        try:
-            far = await trio.open_tcp_stream(*self.target)
-        except OSError:
-            await trio.aclose_forcefully(near)
-            return
-        try:
-            async with near, far, trio.open_nursery() as nursery:
-                nursery.start_soon(self._pump, near, far)
-                nursery.start_soon(self._pump, far, near)
-        except* (trio.BrokenResourceError, trio.ClosedResourceError):
-            pass  # an end has gone; the other one has been told by now
+    def _serve(self) -> None:
+        while True:
+            near, _ = self._listener.accept()
+            try:
+                far = socket.create_connection(self.target)
+            except OSError:
+                near.close()
+                continue
+            for each in (near, far):
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._pump(near, far)
+            self._pump(far, near)
 
-    async def _pump(self, source: trio.SocketStream, target: trio.SocketStream) -> None:
-        flying: deque[tuple[float, bytes]] = deque()
-        held = 0
-        came, went = trio.Event(), trio.Event()
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        flying: queue.Queue[tuple[float, bytes]] = queue.Queue(MAX_HELD_CHUNKS)
 
-        async def read() -> None:
-            nonlocal held, came
+        def read() -> None:
             data = b"-"
             while data:
-                while held > MAX_HELD_BYTES:
-                    await went.wait()
-                data = bytes(await source.receive_some(CHUNK_BYTES))
-                flying.append((trio.current_time() + self.delay, data))
-                held += len(data)
-                came.set()
+                try:
+                    data = source.recv(CHUNK_BYTES)
+                except OSError:
+                    data = b""
+                flying.put((time.perf_counter() + self.delay, data))
 
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(read)
+        def write() -> None:
             while True:
-                while not flying:
-                    came = trio.Event()
-                    await came.wait()
-                due, data = flying.popleft()
-                await trio.sleep_until(due)
-                if not data:
-                    await target.send_eof()
+                due, data = flying.get()
+                left = due - time.perf_counter()
+                if left > 0:
+                    time.sleep(left)
+                try:
+                    if not data:
+                        target.shutdown(socket.SHUT_WR)
+                        return
+                    target.sendall(data)
+                except OSError:  # that end has gone: tell the other one, and let the reader run dry
+                    with contextlib.suppress(OSError):
+                        source.shutdown(socket.SHUT_RDWR)
+                    while data:
+                        _, data = flying.get()
                     return
-                await target.send_all(data)
-                held -= len(data)
-                went.set()
-                went = trio.Event()
+
+        for task in (read, write):
+            threading.Thread(target=task, daemon=True).start()
 
 
-async def run(host: str, port: int, count: int) -> None:
+def run(host: str, port: int, count: int) -> None:
     """Serve until standard input ends."""
     proxies = [DelayingProxy((host, port)) for _ in range(count)]
-    async with trio.open_nursery() as nursery:
+    for proxy in proxies:
+        print(proxy.port, flush=True)
+    for line in sys.stdin:
         for proxy in proxies:
-            (listener,) = await nursery.start(partial(trio.serve_tcp, proxy.serve, 0, host="127.0.0.1"))
-            print(listener.socket.getsockname()[1], flush=True)
-        while line := await trio.to_thread.run_sync(sys.stdin.readline):
-            for proxy in proxies:
-                proxy.delay = float(line)
-            print("changed", flush=True)
-        nursery.cancel_scope.cancel()
+            proxy.delay = float(line)
+        print("changed", flush=True)
 
 
 if __name__ == "__main__":
-    trio.run(run, sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,7 +1,9 @@
 """The peer to compare with: llama.cpp's RPC back end, splitting a model over as many processes as the ring has stages.
 
-It needs ``rpc-server`` and ``llama-server`` of one build with RPC on (``-DGGML_RPC=ON``), given by flags. Both sides
-serve the same file with 20 ms between their processes (a delaying proxy), to 1, 8 and 32 clients of the same HTTP API.
+It needs ``ggml-rpc-server`` and ``llama-server`` of one build with RPC on (docs/benchmarks.md says how to make them),
+given by flags. Both sides serve the same file with 20 ms between their processes (a delaying proxy), to 1, 8 and 32
+clients of the same HTTP API; one thread for each process, every prompt computed anew, boundaries of f32 there and f16
+here, as both have them by default. Both stand all the time, and are asked by turns.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import argparse
 import contextlib
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,6 +29,7 @@ STAGES = 3
 DELAY = 0.020  # seconds one way between processes
 TOKENS = 48
 CLIENTS = (1, 8, 32)
+ROUNDS = 3  # by turns; the median counts
 READY_SECONDS = 180.0
 PROMPT = "Once upon a time"
 
@@ -40,16 +44,22 @@ async def beside_llama_cpp(rows: Rows, options: argparse.Namespace) -> None:
         )
         return
     model = model or ROOT / "tests" / "data" / "stories260K.gguf"
-    async with _llama(server, rpc, model) as theirs:
-        their_rates = [await _rate(theirs, clients) for clients in CLIENTS]
-    async with _ours(model) as ours:
-        our_rates = [await _rate(ours, clients) for clients in CLIENTS]
-    for clients, they, we in zip(CLIENTS, their_rates, our_rates, strict=True):
-        rows.add(f"llama.cpp RPC, 20 ms, {clients} requests", they, "tokens/s")
-        rows.add(f"the ring, 20 ms, {clients} requests", we, "tokens/s")
+    async with _llama(server, rpc, model) as theirs, _ours(model) as ours:
+        for url in (theirs, ours):
+            await _rate(url, max(CLIENTS))  # warm: every slot has been used
+        for clients in CLIENTS:
+            rates = [(await _rate(theirs, clients), await _rate(ours, clients)) for _ in range(ROUNDS)]
+            _add(rows, model.name, clients, *(statistics.median(side) for side in zip(*rates, strict=True)))
+
+
+def _add(rows: Rows, model: str, clients: int, they: float, we: float) -> None:
+    requests = f"{clients} request{'' if clients == 1 else 's'}"
+    rows.add(f"{model}: llama.cpp RPC, 20 ms, {requests}", they, "tokens/s")
+    rows.add(f"{model}: the ring, 20 ms, {requests}", we, "tokens/s")
+    if they:
         goal = clients == 8
         rows.add(
-            f"the ring / llama.cpp RPC, {clients} requests",
+            f"{model}: the ring / llama.cpp RPC, {requests}",
             we / they,
             "times",
             ">= 2" if goal else "",
@@ -59,7 +69,7 @@ async def beside_llama_cpp(rows: Rows, options: argparse.Namespace) -> None:
 
 async def _rate(base_url: str, clients: int) -> float:
     """Tokens per second of so many clients together."""
-    body = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    body = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
     async with httpx.AsyncClient(timeout=READY_SECONDS, trust_env=False) as client:
         model = (await client.get(f"{base_url}/models")).json()["data"][0]["id"]
         got = 0
@@ -67,10 +77,14 @@ async def _rate(base_url: str, clients: int) -> float:
         async def one() -> None:
             nonlocal got
             answer = await client.post(f"{base_url}/completions", json={**body, "model": model})
-            got += answer.json()["usage"]["completion_tokens"]
+            if answer.status_code != 200:
+                raise SystemExit(f"{base_url} answered {answer.status_code}: {answer.text[:300]}")
+            tokens = answer.json()["usage"]["completion_tokens"]
+            if tokens != TOKENS:
+                raise SystemExit(f"{base_url} gave {tokens} tokens instead of {TOKENS}: take another prompt")
+            got += tokens
 
-        await one()  # warm
-        got, began = 0, time.perf_counter()
+        began = time.perf_counter()
         async with trio.open_nursery() as nursery:
             for _ in range(clients):
                 nursery.start_soon(one)
@@ -84,12 +98,13 @@ def _free_port() -> int:
 
 
 async def _answers(url: str, what: str) -> None:
-    """Wait until a server is up."""
+    """Wait until a server is up, and says so."""
     async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
         with trio.move_on_after(READY_SECONDS):
             while True:
                 with contextlib.suppress(httpx.HTTPError):
-                    if (await client.get(url)).status_code == 200:
+                    answer = await client.get(url)
+                    if answer.status_code == 200 and answer.json().get("ready", True):
                         return
                 await trio.sleep(0.2)
     raise SystemExit(f"{what} did not come up within {READY_SECONDS:.0f} s")
@@ -103,7 +118,10 @@ def _start(*command: str | Path) -> subprocess.Popen[bytes]:
 async def _llama(server: Path, rpc: Path, model: Path) -> AsyncIterator[str]:
     """Base URL of llama-server over delayed RPC servers, each with an equal share of the layers."""
     ports = [_free_port() for _ in range(STAGES)]
-    running = [_start(rpc, "--host", "127.0.0.1", "--port", str(port)) for port in ports]
+    running = [
+        _start(rpc, "--host", "127.0.0.1", "--port", str(port), "--threads", "1", "--device", "CPU")
+        for port in ports
+    ]
     proxies = [Process(str(HERE / "delay.py"), "127.0.0.1", str(port), "1") for port in ports]
     try:
         near = [proxy.line() for proxy in proxies]
@@ -115,7 +133,9 @@ async def _llama(server: Path, rpc: Path, model: Path) -> AsyncIterator[str]:
                 *(server, "--model", str(model), "--host", "127.0.0.1", "--port", str(port)),
                 *("--rpc", ",".join(f"127.0.0.1:{p}" for p in near), "--n-gpu-layers", "999"),
                 *("--tensor-split", ",".join(["1"] * STAGES), "--parallel", "32", "--cont-batching"),
-                *("--ctx-size", str(32 * 256), "--threads", "1"),
+                *("--ctx-size", str(32 * 256), "--threads", "1", "--split-mode", "layer", "--fit", "off"),
+                # What one answer leaves behind must not make the next one's prompt free.
+                *("--no-cache-prompt", "--cache-ram", "0", "--slot-prompt-similarity", "0"),
             )
         )
         await _answers(f"http://127.0.0.1:{port}/health", "llama-server")
@@ -167,7 +187,7 @@ async def _ours(model: Path) -> AsyncIterator[str]:
                         *("--threads", "1", "--no-direct"),
                     )
                 )
-            await _answers(f"{base_url.removesuffix('/v1')}/ready", "the ring")
+            await _answers(f"{base_url.removesuffix('/v1')}/health", "the ring")
             yield base_url
         finally:
             os.environ.pop("KVASIR_TICKET", None)

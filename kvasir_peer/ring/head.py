@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Container, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -267,11 +268,12 @@ class HeadEpoch(StageEpoch):
         self._previous, self._sequence = digest, sequence + 1
         self._sent.append(_Sent(sequence, batch.seq, digest))
         buffer = await self.engine.take_buffer()
+        now = trio.current_time()
+        await self.dispatch(
+            sequence, data, membership, digest, partial(self.sign, digest), (), buffer, 0, now
+        )
         composed = ring.Composed(self.plan.id, self.plan.epoch, sequence, digest, runs_of(batch))
         await self._news.send(self.codec.encode(composed), Priority.DECODE)
-        await self.dispatch(
-            sequence, data, membership, digest, self.sign(digest), (), buffer, 0, trio.current_time()
-        )
 
     def computed(self) -> None:
         """The engine is free for the next batch: compose it."""

@@ -396,7 +396,7 @@ class StageEpoch:
                 message.membership,
                 rows,
                 message.digest,
-                message.signature,
+                partial(getattr, message, "signature"),
                 message.trace,
                 buffer,
                 boundary.nbytes,
@@ -434,19 +434,19 @@ class StageEpoch:
         membership: bytes,
         rows: Membership,
         digest: bytes,
-        signature: bytes,
+        signature: Callable[[], bytes],
         trace: tuple[ring.StageTrace, ...],
         buffer: int,
         boundary_bytes: int,
         arrived: float,
     ) -> None:
-        """Hand a batch to the engine and queue it for departure."""
+        """Hand a batch to the engine and queue it for departure; ``signature`` is made while the engine computes."""
         queue = self.counters.queue
         self.counters.queue += 1
         layers, context = ((), None) if self.experts is None else self.experts.pass_of(rows, self.index)
         pending = await self.engine.submit(buffer, membership, boundary_bytes, layers, context)
         await self._departures_in.send(
-            InEngine(sequence, membership, rows, digest, signature, trace, buffer, pending, arrived, queue)
+            InEngine(sequence, membership, rows, digest, signature(), trace, buffer, pending, arrived, queue)
         )
 
     async def _depart(self) -> None:
