@@ -18,7 +18,7 @@ from kvasir_peer.ring.plan import MAX_ADDRESS, MAX_ADDRESSES, MAX_LAYERS
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvasir_peer.ring.volunteering import Measured, Offer, Report
+    from kvasir_peer.ring.volunteering import LinkReport, Measured, Offer, Report
 
 # Slower than this (bytes of weights per second, seconds per layer) no peer is of use, and numbers beyond stay finite.
 LEAST_READ_RATE, MOST_LAYER_SECONDS = 1e4, 3600.0
@@ -49,12 +49,12 @@ def reported(peer: str, report: Report, needs: ModelNeeds) -> market.Reported:
 
 def link_times(report: Report) -> dict[str, LinkTime]:
     """What a peer has measured, by the other peer."""
-    return {
-        link.peer: LinkTime(
-            min(link.seconds, MOST_LINK_SECONDS), link.rate if link.rate >= LEAST_LINK_RATE else 0.0
-        )
-        for link in report.links
-    }
+    return {link.peer: link_time(link) for link in report.links}
+
+
+def link_time(link: LinkReport) -> LinkTime:
+    """What somebody says of one way."""
+    return LinkTime(min(link.seconds, MOST_LINK_SECONDS), link.rate if link.rate >= LEAST_LINK_RATE else 0.0)
 
 
 def _offered(peer: str, offer: Offer, needs: ModelNeeds) -> StageOffer:

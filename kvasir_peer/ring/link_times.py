@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvasir_peer.ring.offers import Links, LinkTime
 
@@ -17,10 +17,12 @@ class LinkTimes:
 
     Args:
         bridge: peer id of the bridge, whose way to each peer counts too.
+        remembered: of another day; they count until the pair has been measured, or one of the two has left.
     """
 
-    def __init__(self, bridge: str) -> None:
+    def __init__(self, bridge: str, remembered: Mapping[tuple[str, str], LinkTime] | None = None) -> None:
         self._bridge = bridge
+        self._remembered = {_pair(*pair): time for pair, time in (remembered or {}).items()}
         self._times: dict[tuple[str, str], LinkTime] = {}
         self._measured: dict[tuple[str, str], float] = {}
         self._asked: dict[tuple[str, str], float] = {}
@@ -58,17 +60,18 @@ class LinkTimes:
 
     def forget(self, peer: str) -> None:
         """A peer is gone; it may come back from somewhere else."""
-        for table in (self._times, self._measured, self._asked):
+        for table in (self._times, self._measured, self._asked, self._remembered):
             for pair in [pair for pair in table if peer in pair]:
                 del table[pair]
 
     @property
     def links(self) -> Links:
         """For the planner; pairs that were not measured are believed to be as far apart as the usual one."""
-        if not self._times:
+        times = {**self._remembered, **self._times}
+        if not times:
             return Links()
-        seconds = sorted(time.seconds for time in self._times.values())
-        return Links(LinkTime(seconds[len(seconds) // 2]), dict(self._times))
+        seconds = sorted(time.seconds for time in times.values())
+        return Links(LinkTime(seconds[len(seconds) // 2]), times)
 
 
 def _pair(a: str, b: str) -> tuple[str, str]:

@@ -10,6 +10,7 @@ import base64
 import hmac
 import logging
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,8 +26,10 @@ from kvasir_peer.ring import stage_market as market
 from kvasir_peer.ring.admission import leading_to, link_times, reported
 from kvasir_peer.ring.heartbeat import beat
 from kvasir_peer.ring.link_times import MAX_MEASURED, LinkTimes
+from kvasir_peer.ring.measurements import Measurements, MeasurementsFile
 from kvasir_peer.ring.offers import Forecast, ModelNeeds, Wishes
 from kvasir_peer.ring.plan import Plan, PlanStage, sign_plan
+from kvasir_peer.ring.questions import Question, unanswered
 from kvasir_peer.ring.replanning import forecast_now
 from kvasir_peer.ring.requests import RingRequests
 from kvasir_peer.ring.telemetry import (
@@ -55,6 +58,10 @@ HELLO_SECONDS = 10.0  # for the first frame of a link
 IN_FLIGHT_PER_STAGE = 3  # batches, where nothing is set: one computed, one waiting, one on the way
 MAX_AUTOMATIC_IN_FLIGHT = 64
 KV_VALUE_BYTES = 4  # float32, what the engines keep on the CPU
+PLAN_SECONDS = 10.0  # for one plan: hundreds of peers take under a second of one quiet core
+PLANNERS = 2  # threads: a ring to mend must not wait for a question of less haste
+KEEP_SECONDS = 10.0  # between two looks at whether something measured is new and to be kept
+LAST_KEEP_SECONDS = 2.0  # for keeping it when the bridge ends
 
 
 @dataclass(frozen=True)
@@ -133,6 +140,7 @@ class RingManager:
         sign: with the bridge's key.
         report: told what happens.
         lag: the bridge's own loop, shown in the status.
+        measured: file for what peers and links were measured at; None keeps nothing.
     """
 
     def __init__(
@@ -145,6 +153,7 @@ class RingManager:
         sign: Callable[[bytes], bytes],
         report: Callable[[Progress], None],
         lag: LoopLag,
+        measured: MeasurementsFile | None = None,
     ) -> None:
         self.settings = settings
         self.requests = RingRequests()
@@ -167,7 +176,13 @@ class RingManager:
         self._token_links: dict[str, Link] = {}
         self._links_changed = trio.Event()
         self._refused = 0
-        self._link_times = LinkTimes(node.peer_id)
+        self._measured_file = measured
+        self._measured = measured.content if measured is not None else Measurements()
+        self._link_times = LinkTimes(node.peer_id, self._measured.ways())
+        self._market.links = self._link_times.links
+        self._questions: dict[str, Question] = {}  # to be thought about next, by name
+        self._thinking: set[str] = set()
+        self._planners = trio.CapacityLimiter(PLANNERS)
         self.telemetry = RingTelemetry()
         self._nursery: trio.Nursery | None = None
         node.on_peer(self._peer_event)
@@ -201,6 +216,26 @@ class RingManager:
                 self.requests.give_up(why)
             case market.Note(text):
                 self._tell(Progress("plan", text))
+            case market.Think(name, question):
+                self._questions[name] = question
+                if self._nursery is not None:
+                    self._begin_thinking(self._nursery, name)
+
+    def _begin_thinking(self, nursery: trio.Nursery, name: str) -> None:
+        if name not in self._thinking:
+            self._thinking.add(name)
+            nursery.start_soon(self._think, name)
+
+    async def _think(self, name: str) -> None:
+        """Answer the questions of one name, the newest only, beside the event loop."""
+        while (question := self._questions.pop(name, None)) is not None:
+            answer = unanswered(question, PLAN_SECONDS)
+            with trio.move_on_after(PLAN_SECONDS):
+                answer = await trio.to_thread.run_sync(
+                    question.answer, abandon_on_cancel=True, limiter=self._planners
+                )
+            self._apply(market.Thought(name, question, answer))
+        self._thinking.discard(name)
 
     def _wake(self, peer: str) -> None:
         held = self._polls.pop(peer, None)
@@ -231,12 +266,28 @@ class RingManager:
         """Serve until cancelled."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
+            for name in list(self._questions):
+                self._begin_thinking(nursery, name)
+            nursery.start_soon(self._keep_measured)
             while True:
                 addresses = leading_to(self._node.peer_id, self._node.addresses())
                 if addresses != self._market.bridge_addresses:
                     self._apply(market.AddressesChanged(addresses))
                 self._apply(market.Tick(self.requests.statistics().active))
                 await trio.sleep(TICK_SECONDS)
+
+    async def _keep_measured(self) -> None:
+        """Write what was measured to its file, now and then, and at the end."""
+        file = self._measured_file
+        if file is None:
+            return
+        try:
+            while True:
+                await trio.sleep(KEEP_SECONDS)
+                await file.keep()
+        finally:
+            with trio.move_on_after(LAST_KEEP_SECONDS, shield=True):
+                await file.keep()
 
     # -- what peers say -------------------------------------------------------------------------------------
 
@@ -255,7 +306,8 @@ class RingManager:
         self._note_figures(peer, report)
         self._take_links(peer, report)
         known = peer in self._market.members
-        self._apply(reported(peer, report, self._market.needs))
+        offer = self._measured.completed(peer, report.offer, self._market.needs.model, time.time())
+        self._apply(reported(peer, msgspec.structs.replace(report, offer=offer), self._market.needs))
         if not known:
             self._measure_soon()
         orders = self._news(peer, report)
@@ -281,11 +333,12 @@ class RingManager:
     def _take_links(self, peer: str, report: Report) -> None:
         """What a peer has measured goes to the planner."""
         now, members = trio.current_time(), list(self._market.members)
-        taken = [
-            self._link_times.take(peer, other, time, members, now)
-            for other, time in link_times(report).items()
-        ]
-        if any(taken):
+        taken = False
+        for other, way in link_times(report).items():
+            if self._link_times.take(peer, other, way, members, now):
+                self._measured.way(peer, other, way, time.time())
+                taken = True
+        if taken:
             self._apply(market.LinksMeasured(self._link_times.links))
 
     def _with_links(self, peer: str, orders: Orders) -> Orders:

@@ -131,6 +131,10 @@ class Links:
             return LinkTime(0.0)
         return self.pairs.get((a, b)) or self.pairs.get((b, a)) or self.default
 
+    def measured(self, a: str, b: str) -> bool:
+        """Whether somebody has measured this pair."""
+        return (a, b) in self.pairs or (b, a) in self.pairs
+
 
 @dataclass(frozen=True, slots=True)
 class Wishes:

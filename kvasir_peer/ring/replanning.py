@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvasir_peer.ring.offers import (
     Forecast,
@@ -19,7 +19,7 @@ from kvasir_peer.ring.offers import (
     layers_text,
 )
 from kvasir_peer.ring.plan import Plan
-from kvasir_peer.ring.planner import Search, assemble, plan_ring, standbys
+from kvasir_peer.ring.planner import MAX_CANDIDATES, Search, assemble, plan_ring, standbys
 
 # Where neighbours share the layers of a lost stage, borders tried for each gap.
 BORDERS_TRIED = 12
@@ -133,6 +133,92 @@ def better_ring(
     if present is None or planned.plan is None or planned.forecast is None:
         return None
     return (planned, present) if planned.forecast.score > factor * present.score else None
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """A stage's place that somebody else would fill better.
+
+    Attributes:
+        peer, stage: who would come, and in whose place.
+        part: the layers.
+        planned: the next epoch with it; all others keep their layers.
+        present: what the ring should do as it is.
+    """
+
+    peer: str
+    stage: str
+    part: Slice
+    planned: Planned
+    present: Forecast
+
+
+def best_swap(
+    plan: Plan,
+    offers: Sequence[StageOffer],
+    needs: ModelNeeds,
+    links: Links,
+    wishes: Wishes,
+    *,
+    factor: float,
+    now: float = 0.0,
+    memory: Memory | None = None,
+) -> Swap | None:
+    """The one change of a stage's peer that makes the ring best, where that is so many times as good.
+
+    Only what was measured counts, of the two peers and of the ways between the newcomer and its neighbours: a guess
+    would be a reason to change the stage back as soon as it is measured.
+    """
+    here = {offer.peer: offer for offer in offers}
+    order = [here[stage.peer] for stage in plan.stages if stage.peer in here]
+    if len(order) < len(plan.stages):
+        return None
+    search = Search(needs, links, replace(wishes, dtype=plan.dtype, widths=plan.widths), plan.bridge, memory)
+    cuts = [0, *(stage.end for stage in plan.stages)]
+    present = search.forecast(order, cuts)
+    members = {offer.peer for offer in order}
+    spare = [offer for offer in offers if offer.peer not in members and _measured(offer)]
+    spare = sorted(spare, key=lambda o: (o.pass_base + o.pass_row, o.peer))[:MAX_CANDIDATES]
+    best: tuple[float, str, int, StageOffer] | None = None
+    for i, stage in enumerate(order):
+        near = (order[i - 1], order[(i + 1) % len(order)])
+        if stage.bridge or not _measured(stage):
+            continue
+        for offer in spare:
+            if not all(links.measured(offer.peer, other.peer) for other in near):
+                continue
+            if not search.fits(offer, cuts[i], cuts[i + 1]):
+                continue
+            score = search.forecast([*order[:i], offer, *order[i + 1 :]], cuts).score
+            if score > factor * present.score and (best is None or (score, offer.peer) > best[:2]):
+                best = (score, offer.peer, i, offer)
+    if best is None:
+        return None
+    _, _, i, newcomer = best
+    part, replaced = (cuts[i], cuts[i + 1]), order[i]
+    order = [*order[:i], newcomer, *order[i + 1 :]]
+    forecast = search.forecast(order, cuts)
+    made = assemble(search, order, cuts, plan.bridge, plan.id, plan.epoch + 1, now, plan.bridge_addresses)
+    words = (
+        f"{layers_text(part)}, in place of {replaced.peer}: the ring does {forecast.alone:.1f} tokens/s alone and "
+        f"{forecast.together:.1f} together with it, {present.alone:.1f} and {present.together:.1f} without"
+    )
+    places = [
+        Place(
+            o.peer,
+            "stage",
+            words if o is newcomer else f"{layers_text((cuts[j], cuts[j + 1]))}: it keeps its place",
+            (cuts[j], cuts[j + 1]),
+        )
+        for j, o in enumerate(order)
+    ]
+    left = [o for o in here.values() if o.peer not in {o.peer for o in order}]
+    places += standbys(search, made, left, forecast, order, {}, {replaced.peer: part})
+    return Swap(newcomer.peer, replaced.peer, part, Planned(made, "", tuple(places), forecast), present)
+
+
+def _measured(offer: StageOffer) -> bool:
+    return offer.pass_base > 0 or offer.pass_row > 0
 
 
 def _substitute(

@@ -1,7 +1,8 @@
 """The market of stages: who gets layers, who stands by, when the ring goes, and what follows when something breaks.
 
 Pure: ``apply(state, event, now) -> (state, decisions)``. The bridge's ring manager turns polls, closed connections and
-its own links into events, carries the decisions out, and answers each poll with :func:`order_for`.
+its own links into events, carries the decisions out, and answers each poll with :func:`order_for`. Planning takes
+longer than an event may: it is asked for (:class:`Think`), and the answer is an event (:class:`Thought`).
 
 The life of an epoch: a plan is made (:class:`Adopt`), every stage fetches, loads and reports ``loaded``, the ring goes
 (:class:`Go`), the links stand (:class:`RingServes`). It ends when a stage is gone, reports that it broke, or does
@@ -16,8 +17,9 @@ went in between, and whichever of them the head has seen.
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -36,8 +38,17 @@ from kvasir_peer.ring.offers import (
     layers_text,
 )
 from kvasir_peer.ring.plan import Plan
-from kvasir_peer.ring.planner import plan_ring
-from kvasir_peer.ring.replanning import better_ring, replan
+from kvasir_peer.ring.questions import (
+    Answer,
+    Better,
+    BetterRing,
+    BetterStage,
+    FirstRing,
+    Ground,
+    NextEpoch,
+    Question,
+    Standbys,
+)
 
 StageState = Literal["idle", "fetching", "loading", "loaded", "serving", "broken"]
 
@@ -73,6 +84,17 @@ BACKOFF = (0.0, 0.5, 2.0, 5.0, 10.0)
 REBALANCE, REBALANCE_SECONDS = 1.25, 0.010
 # A ring planned anew that is so much better is worth a word; what was computed and loaded would be lost with it.
 WORTH_A_WORD = 1.1
+# A stage's place goes to a latecomer that makes the ring so much better (times its score): measured passes differ by a
+# tenth from one time to the next, and everybody waits while the newcomer computes its caches. If one of three even
+# stages took no time at all, the ring would be 1.3 times as good.
+SWAP = 1.2
+# So long (seconds) a ring has served before its places are looked at, and so long the gain must have held before one
+# changes hands: what is gone by then was noise.
+SWAP_SETTLED, SWAP_HOLDS = 30.0, 60.0
+# So much longer (seconds) a moment is waited for in which nothing is computed and nobody has to wait.
+SWAP_PATIENCE = 300.0
+# Between two such changes (seconds): with the gain that each must bring, a ring cannot go back and forth.
+SWAP_PAUSE = 600.0
 STABLE_SECONDS = 5.0  # of serving, after which the pauses begin anew
 MAX_MEMBERS = 256
 
@@ -159,7 +181,26 @@ class Tick:
     active: int = 0
 
 
-Event = Reported | Disconnected | Connected | RingServes | RingBroke | LinksMeasured | AddressesChanged | Tick
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """The answer to a :class:`Think` that was asked under this name."""
+
+    name: str
+    question: Question
+    answer: Answer
+
+
+Event = (
+    Reported
+    | Disconnected
+    | Connected
+    | RingServes
+    | RingBroke
+    | LinksMeasured
+    | AddressesChanged
+    | Tick
+    | Thought
+)
 
 # --- decisions ----------------------------------------------------------------------------------------------------
 
@@ -210,7 +251,18 @@ class Note:
     text: str
 
 
-Decision = Adopt | Go | Halt | Wake | GiveUp | Note
+@dataclass(frozen=True, slots=True)
+class Think:
+    """Have a question answered (``question.answer()``, which takes long), and tell the answer by :class:`Thought`.
+
+    A later question of the same name takes this one's place.
+    """
+
+    name: str
+    question: Question
+
+
+Decision = Adopt | Go | Halt | Wake | GiveUp | Note | Think
 
 
 # --- state --------------------------------------------------------------------------------------------------------
@@ -250,6 +302,15 @@ class Member:
     def at(self, plan: Plan, *states: StageState) -> bool:
         """Whether it reports this epoch, and one of these states."""
         return (self.report.plan, self.report.epoch) == (plan.id, plan.epoch) and self.report.state in states
+
+
+@dataclass(frozen=True, slots=True)
+class ComingSwap:
+    """Somebody gets ready to take a stage's place; ``since`` then the gain has held."""
+
+    peer: str
+    stage: str
+    since: float
 
 
 @dataclass
@@ -302,6 +363,10 @@ class MarketState:
     active: int = 0
     rebalanced: bool = False
     standing: object = None  # whom standbys were last sought for
+    asked: Mapping[str, Question] = field(default_factory=dict)  # and not answered yet
+    answers: Mapping[str, tuple[Question, Answer]] = field(default_factory=dict)  # the last one of each name
+    swap: ComingSwap | None = None
+    swapped_at: float = -math.inf
 
     def summary(self) -> Mapping[str, object]:
         """For the status page."""
@@ -405,6 +470,10 @@ class _Market:
                 state.bridge_addresses = addresses
             case Tick(active):
                 state.active = active
+            case Thought(name, question, answer):
+                if state.asked.get(name) == question:
+                    state.asked = {n: q for n, q in state.asked.items() if n != name}
+                    state.answers = {**state.answers, name: (question, answer)}
 
     def _reported(self, event: Reported) -> None:
         state = self.state
@@ -501,6 +570,8 @@ class _Market:
             self._start(plan)
         elif state.phase == "serving":
             self._hand_over(plan)
+            if state.phase == "serving":
+                self._improve(plan)
         if state.uncovered_since is not None:
             self._release()
         self._assign_standbys()
@@ -544,6 +615,21 @@ class _Market:
             m.offer for m in self.state.members.values() if not m.barred(self.now) and not m.report.leaving
         ]
 
+    def _ground(self, offers: Iterable[StageOffer]) -> Ground:
+        state = self.state
+        return Ground(tuple(offers), state.needs, state.links, state.wishes, state.memory)
+
+    def _think(self, name: str, question: Question) -> Answer | None:
+        """The answer to a question; None while it is not known, and then somebody is at it."""
+        state = self.state
+        known = state.answers.get(name)
+        if known is not None and known[0] == question:
+            return known[1]
+        if state.asked.get(name) != question:
+            state.asked = {**state.asked, name: question}
+            self.decisions.append(Think(name, question))
+        return None
+
     def _gather(self) -> None:
         state = self.state
         quiet = self.now - state.last_join >= GATHER_SECONDS
@@ -552,31 +638,28 @@ class _Market:
             return
         if not self._worth_looking():
             return
-        planned = plan_ring(
-            state.needs,
-            self._offers(),
-            state.links,
-            state.wishes,
-            bridge=state.bridge,
-            plan_id=state.plan_id,
-            epoch=state.epoch + 1,
-            now=self.now,
-            bridge_addresses=state.bridge_addresses,
-            memory=state.memory,
-        )
-        self._adopt(planned, "the ring is complete")
+        ground = self._ground(self._offers())
+        question = FirstRing(ground, state.bridge, state.plan_id, state.epoch + 1, state.bridge_addresses)
+        planned = self._planned("ring", question)
+        if planned is not None:
+            self._adopt(planned, "the ring is complete")
+
+    def _planned(self, name: str, question: FirstRing | NextEpoch) -> Planned | None:
+        """A plan that was looked for, or why there is none; None while somebody is at it."""
+        state = self.state
+        answer = self._think(name, question)
+        if answer is None or answer.planned is None:
+            return None
+        state.stale, state.looked_at = False, self.now
+        if answer.planned.plan is None:
+            # It may be one that was not thought to its end: the next look begins anew.
+            state.answers = {n: a for n, a in state.answers.items() if n != name}
+        return answer.planned
 
     def _worth_looking(self) -> bool:
         """Whether planning may give another answer than last time: something has changed, or a bar may have ended."""
         state = self.state
-        if (
-            not state.stale
-            and state.uncovered_since is not None
-            and self.now - state.looked_at < LOOK_SECONDS
-        ):
-            return False
-        state.stale, state.looked_at = False, self.now
-        return True
+        return state.stale or state.uncovered_since is None or self.now - state.looked_at >= LOOK_SECONDS
 
     def _mend(self, plan: Plan) -> None:
         state = self.state
@@ -587,15 +670,19 @@ class _Market:
             return
         if not self._worth_looking():
             return
-        gone = set(self._lost(plan))
-        barred = {m.peer for m in state.members.values() if m.barred(self.now)}
-        planned = self._replanned(plan, gone | barred)
-        if planned.plan is None and barred:
-            # Nobody else is there: one that has failed may do better this time, and the pauses bound the tries.
-            planned = self._replanned(plan, gone)
-        self._adopt(planned, state.trouble)
+        # The pauses bound how often one that has failed is tried again.
+        barred = frozenset(m.peer for m in state.members.values() if m.barred(self.now))
+        planned = self._planned("mend", self._next_epoch(plan, frozenset(self._lost(plan)), barred))
+        if planned is not None:
+            self._adopt(planned, state.trouble)
 
-    def _replanned(self, plan: Plan, gone: set[str], keeping: Mapping[str, Slice] | None = None) -> Planned:
+    def _next_epoch(
+        self,
+        plan: Plan,
+        gone: frozenset[str],
+        barred: frozenset[str] = frozenset(),
+        keeping: Mapping[str, Slice] | None = None,
+    ) -> NextEpoch:
         state = self.state
         members = [m.offer for m in state.members.values() if m.peer not in gone]
         # A leaving peer keeps its place in trouble, but gets no new one.
@@ -605,18 +692,14 @@ class _Market:
             if not state.members[o.peer].report.leaving
             or (plan.index_of(o.peer) is not None and not state.members[o.peer].released)
         ]
-        return replan(
+        if keeping is None:
+            keeping = {m.peer: m.standby for m in state.members.values() if m.standby is not None}
+        return NextEpoch(
+            self._ground(members),
             replace_epoch(plan, state.epoch, state.bridge_addresses),
             gone,
-            members,
-            state.needs,
-            state.links,
-            state.wishes,
-            now=self.now,
-            memory=state.memory,
-            keeping={m.peer: m.standby for m in state.members.values() if m.standby is not None}
-            if keeping is None
-            else keeping,
+            barred,
+            tuple(keeping.items()),
         )
 
     def _adopt(self, planned: Planned, why: str) -> None:
@@ -631,9 +714,10 @@ class _Market:
             if state.plan is not None:
                 self._phase("mending")
             return
-        plan = self._with_fresh(planned.plan)
+        plan = self._with_fresh(msgspec.structs.replace(planned.plan, created=self.now))
         state.plan, state.forecast, state.epoch = plan, planned.forecast, plan.epoch
         state.planned_at = self.now
+        state.answers, state.swap = {}, None
         state.attempts += 1
         state.trouble_since, state.trouble, state.uncovered_since = None, "", None
         state.missing = "stages are loading"
@@ -674,19 +758,22 @@ class _Market:
         self.decisions.append(Go(plan))
 
     def _rebalance(self, plan: Plan) -> bool:
-        """Cut the layers again, once, where the passes and links measured meanwhile show a much better ring."""
+        """Cut the layers again, once, where the passes and links measured meanwhile show a much better ring.
+
+        True where the ring does not go with this plan, or not yet.
+        """
         state = self.state
         offers = self._offers()
         stages = [o for o in offers if plan.index_of(o.peer) is not None]
         if state.rebalanced or any(not (o.pass_base or o.pass_row) for o in stages):
             return False
+        answer = self._think("rebalance", BetterRing(self._ground(offers), plan, REBALANCE))
+        if answer is None:
+            return True
         state.rebalanced = True
-        found = better_ring(
-            plan, offers, state.needs, state.links, state.wishes, factor=REBALANCE, memory=state.memory
-        )
-        if found is None:
+        if answer.better is None:
             return False
-        planned, present = found
+        planned, present = answer.better.planned, answer.better.present
         assert planned.forecast is not None
         if 1 / present.alone - 1 / planned.forecast.alone < REBALANCE_SECONDS:
             return False
@@ -718,8 +805,14 @@ class _Market:
         standing = (plan.epoch, tuple((m.peer, m.offer.memory, m.standby) for m in spare))
         if standing == state.standing:
             return
-        state.standing = standing
-        planned = self._replanned(plan, set(), keeping)
+        question = Standbys(
+            self._next_epoch(plan, frozenset(), keeping=keeping),
+            BetterRing(self._ground(self._offers()), plan, WORTH_A_WORD),
+        )
+        answer = self._think("standbys", question)
+        if answer is None or answer.planned is None:
+            return
+        state.standing, planned = standing, answer.planned
         if planned.plan is None:
             return
         said = {p.peer: p for p in state.places if p.role == "stage"}
@@ -728,23 +821,13 @@ class _Market:
         for member in spare:
             if member.peer not in keeping:
                 self._set(member.peer, standby=parts.get(member.peer), preload=member.peer in parts)
-        self._say_who_would_help(plan)
+        if answer.better is not None:
+            self._say_who_would_help(answer.better)
 
-    def _say_who_would_help(self, plan: Plan) -> None:
-        """Tell both owners of a latecomer that would make the ring better; it gets no layers by itself."""
+    def _say_who_would_help(self, better: Better) -> None:
+        """Tell both owners of a latecomer that would make the ring better if it were planned anew."""
         state = self.state
-        found = better_ring(
-            plan,
-            self._offers(),
-            state.needs,
-            state.links,
-            state.wishes,
-            factor=WORTH_A_WORD,
-            memory=state.memory,
-        )
-        if found is None:
-            return
-        planned, present = found
+        planned, present = better.planned, better.present
         assert planned.plan is not None and planned.forecast is not None
         helpers = [s.peer for s in planned.plan.stages if not self._has_place(s.peer)]
         words = (
@@ -760,7 +843,8 @@ class _Market:
     def _spread(self, keeping: dict[str, Slice], valid: set[Slice]) -> dict[str, Slice]:
         """Free one standby of a slice that has several, while another slice has none."""
         counts = Counter(keeping.values())
-        doubled = [peer for peer, part in keeping.items() if counts[part] > 1]
+        coming = self.state.swap.peer if self.state.swap is not None else ""
+        doubled = [peer for peer, part in keeping.items() if counts[part] > 1 and peer != coming]
         if not doubled or all(counts[part] for part in valid):
             return keeping
         youngest = max(doubled, key=lambda peer: (self.state.members[peer].joined, peer))
@@ -777,7 +861,10 @@ class _Market:
             if member.leaving_since is None:
                 continue
             part = (stage.first, stage.end)
-            planned = self._replanned(plan, {stage.peer})
+            answer = self._think(f"without {stage.peer}", self._next_epoch(plan, frozenset({stage.peer})))
+            if answer is None or answer.planned is None:
+                continue
+            planned = answer.planned
             if planned.plan is None:
                 state.places = tuple(
                     replace(p, why=f"it cannot leave yet: {planned.missing}") if p.peer == stage.peer else p
@@ -801,6 +888,48 @@ class _Market:
             state.attempts = 0
             self._adopt(planned, why)
             return
+
+    def _improve(self, plan: Plan) -> None:
+        """Give a stage's place to a latecomer that fills it much better: it loads first, then the place changes hands.
+
+        All others keep their layers and their caches. Whoever gives the place up stands by with its layers.
+        """
+        state = self.state
+        calm = (
+            self.now - state.phase_since >= SWAP_SETTLED
+            and self.now - state.swapped_at >= SWAP_PAUSE
+            and all(state.members[stage.peer].leaving_since is None for stage in plan.stages)
+        )
+        if not calm:
+            state.swap = None
+            return
+        present = replace_epoch(plan, state.epoch, state.bridge_addresses)
+        answer = self._think("swap", BetterStage(self._ground(self._offers()), present, SWAP))
+        if answer is None:
+            return
+        found = answer.swap
+        if found is None:
+            state.swap = None
+            return
+        coming = state.swap
+        if coming is None or (coming.peer, coming.stage) != (found.peer, found.stage):
+            coming = state.swap = ComingSwap(found.peer, found.stage, self.now)
+        heir = state.members[found.peer]
+        if heir.offer.loaded != found.part:
+            if heir.standby != found.part or not heir.preload:
+                self._set(found.peer, standby=found.part, preload=True)
+            return
+        held = self.now - coming.since
+        if held < SWAP_HOLDS or (state.active and held < SWAP_HOLDS + SWAP_PATIENCE):
+            return
+        assert found.planned.forecast is not None
+        why = (
+            f"{layers_text(found.part)} go from {found.stage} to {found.peer}, which makes the ring better: "
+            f"{found.planned.forecast.alone:.1f} tokens/s alone instead of {found.present.alone:.1f}"
+        )
+        self.decisions.append(Halt(plan.epoch, why))
+        state.swapped_at, state.attempts = self.now, 0
+        self._adopt(found.planned, why)
 
     def _release(self) -> None:
         """Nothing is computed, and nothing would be lost: let whoever leaves go."""

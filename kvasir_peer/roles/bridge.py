@@ -36,6 +36,7 @@ from kvasir_peer.experts.volunteering import Ask, Coverage, Given, Join, Joined,
 from kvasir_peer.net.node import Node
 from kvasir_peer.progress import Progress, Report
 from kvasir_peer.ring.manager import RingManager, RingSettings
+from kvasir_peer.ring.measurements import MeasurementsFile
 from kvasir_peer.ring.telemetry import Timeline
 from kvasir_peer.ring.volunteering import Orders
 from kvasir_peer.ring.volunteering import Report as StageReport
@@ -361,7 +362,14 @@ async def run_bridge(
             )
             lag = LoopLag()
             manager = RingManager(
-                node, model.manifest, model.shape, ring_settings, sign=me.sign, report=report, lag=lag
+                node,
+                model.manifest,
+                model.shape,
+                ring_settings,
+                sign=me.sign,
+                report=report,
+                lag=lag,
+                measured=await MeasurementsFile.open(settings.home / "measured.json", time.time),
             )
             ledger = stack.enter_context(
                 contextlib.closing(await trio.to_thread.run_sync(Ledger, settings.home / LEDGER_FILE))

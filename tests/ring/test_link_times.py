@@ -53,6 +53,18 @@ def test_links_hold_for_both_directions_and_others_are_as_usual() -> None:
     assert set(times.links.pairs) == {("b", "bridge")}
 
 
+def test_what_is_remembered_counts_until_it_is_measured_or_a_peer_leaves() -> None:
+    times = LinkTimes("bridge", {("b", "a"): LinkTime(0.03), ("a", "c"): LinkTime(0.04)})
+    members = ["a", "b", "c"]
+    assert times.links.between("a", "b").seconds == 0.03
+    assert times.due("a", members, 0.0) == ["bridge", "b", "c"], "it is measured all the same"
+    times.asked("a", ["b"], 0.0)
+    times.take("a", "b", LinkTime(0.01), members, 1.0)
+    assert times.links.between("a", "b").seconds == 0.01
+    times.forget("c")
+    assert set(times.links.pairs) == {("a", "b")}
+
+
 def test_a_crowd_is_not_measured() -> None:
     times = LinkTimes("bridge")
     members = [f"{number:03}" for number in range(100)]

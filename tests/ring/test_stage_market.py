@@ -13,6 +13,10 @@ from hypothesis import strategies as st
 from kvasir_peer.ring.offers import Links, LinkTime, Wishes
 from kvasir_peer.ring.plan import Plan
 from kvasir_peer.ring.stage_market import (
+    SWAP_HOLDS,
+    SWAP_PATIENCE,
+    SWAP_PAUSE,
+    SWAP_SETTLED,
     Adopt,
     Connected,
     Decision,
@@ -21,12 +25,15 @@ from kvasir_peer.ring.stage_market import (
     GiveUp,
     Go,
     Halt,
+    LinksMeasured,
     MarketState,
     Note,
     Order,
     Reported,
     RingBroke,
     RingServes,
+    Think,
+    Thought,
     Tick,
     Wake,
     apply,
@@ -83,6 +90,9 @@ class Swarm:
         self.head_generations: dict[tuple[str, int, int], int] = {}
         self.epochs: list[int] = []
         self.active = 1
+        self.think_seconds = 0.0  # that an answer takes
+        self.thinking: list[tuple[float, Think]] = []
+        self.thoughts = 0
 
     def add(self, name: str, **more: object) -> Peer:
         self.peers[name] = Peer(name, **more)  # type: ignore[arg-type]
@@ -110,6 +120,17 @@ class Swarm:
                 case Wake(peer):
                     if not self.peers[peer].stopped:
                         self.peers[peer].dirty = True
+                case Think():
+                    self.thinking.append((self.now + self.think_seconds, decision))
+        self._answer()
+
+    def _answer(self) -> None:
+        """What has been thought about long enough."""
+        ready = [think for due, think in self.thinking if due <= self.now]
+        self.thinking = [(due, think) for due, think in self.thinking if due > self.now]
+        for think in ready:
+            self.thoughts += 1
+            self.tell(Thought(think.name, think.question, think.question.answer()))
 
     # --- what happens to peers ---------------------------------------------------------------------------
 
@@ -153,6 +174,7 @@ class Swarm:
                     del self.stopped_at[name]
                     self._neighbours_lose(name)
             self._links()
+            self._answer()
             self.tell(Tick(self.active))
 
     def _live(self, peer: Peer) -> None:
@@ -329,6 +351,115 @@ def test_a_latecomer_that_would_make_the_ring_better_is_told_so() -> None:
     assert "planned anew with it, the ring would do" in order_for(swarm.state, "quick").why
     notes = [d.text for _, d in swarm.log if isinstance(d, Note) and "would make the ring better" in d.text]
     assert len(notes) == 1 and notes[0].startswith("quick ")
+
+
+def measured_ring(*seconds: float) -> Swarm:
+    """A ring whose links and passes are measured, and that has served for a while."""
+    swarm = Swarm(len(seconds))
+    for number, layer_seconds in enumerate(seconds):
+        swarm.add(f"p{number}", layer_seconds=layer_seconds, disk={(0, 12)})
+    names = [*swarm.peers, "bridge", "x", "y"]
+    pairs = {(a, b): LinkTime(0.001) for a in names for b in names if a < b}
+    swarm.tell(LinksMeasured(Links(LinkTime(0.001), pairs)))
+    swarm.run(10.0)
+    assert swarm.serving is not None
+    return swarm
+
+
+def until_epoch(swarm: Swarm, count: int, seconds: float) -> float:
+    """When so many plans have been made, or the time is over."""
+    end = swarm.now + seconds
+    while len(swarm.epochs) < count and swarm.now < end:
+        swarm.run(STEP)
+    return swarm.now
+
+
+def test_a_much_better_latecomer_takes_a_stages_place_once_and_nobody_else_moves() -> None:
+    swarm = measured_ring(0.030, 0.030, 0.030)
+    before = swarm.places()
+    began = swarm.now
+    swarm.add("x", layer_seconds=0.003, disk={(0, 12)})
+    swarm.active = 0
+    at = until_epoch(swarm, 2, 300.0)
+    assert SWAP_HOLDS <= at - began < SWAP_HOLDS + SWAP_SETTLED + 10.0
+    swarm.run(2.0)
+    after = swarm.places()
+    [changed] = [i for i in range(3) if before[i] != after[i]]
+    assert after[changed] == ("x", *before[changed][1:])
+    assert swarm.serving is not None and swarm.serving.fresh == ("x",), "all others keep their caches"
+    stop = next(t for t, d in swarm.log if isinstance(d, Halt))
+    again = next(t for t, d in swarm.log if isinstance(d, Go) and t >= stop)
+    assert again - stop < 1.0, "it had loaded before"
+    gave_up = before[changed][0]
+    assert order_for(swarm.state, gave_up).slice == before[changed][1:], "it stands by with its layers"
+    swarm.run(2000.0)
+    assert len(swarm.epochs) == 2, "it stays so"
+
+
+def test_a_latecomer_that_is_a_little_better_changes_nothing() -> None:
+    swarm = measured_ring(0.010, 0.010, 0.010)
+    swarm.add("x", layer_seconds=0.006, disk={(0, 12)})
+    swarm.active = 0
+    swarm.run(1000.0)
+    assert len(swarm.epochs) == 1
+
+
+def test_a_swap_waits_for_a_quiet_moment_but_not_for_ever() -> None:
+    swarm = measured_ring(0.030, 0.030)
+    swarm.add("x", layer_seconds=0.003, disk={(0, 12)})
+    began = swarm.now
+    swarm.active = 3
+    at = until_epoch(swarm, 2, 1000.0)
+    assert SWAP_HOLDS + SWAP_PATIENCE <= at - began < SWAP_HOLDS + SWAP_PATIENCE + SWAP_SETTLED + 10.0
+    swarm.run(2.0)
+    assert swarm.serving is not None and "x" in [peer for peer, _, _ in swarm.places()]
+
+
+def test_a_gain_that_comes_and_goes_swaps_nothing() -> None:
+    swarm = measured_ring(0.030, 0.030)
+    x = swarm.add("x", layer_seconds=0.003, disk={(0, 12)})
+    swarm.active = 0
+    for _ in range(30):
+        swarm.run(SWAP_HOLDS / 2)
+        x.layer_seconds, x.dirty = (0.030 if x.layer_seconds == 0.003 else 0.003), True
+    assert len(swarm.epochs) == 1
+
+
+def test_what_nobody_measured_swaps_nothing() -> None:
+    swarm = ring_of("a", "b", "c")
+    swarm.add("x", layer_seconds=0.0001)
+    swarm.active = 0
+    swarm.run(500.0)
+    assert len(swarm.epochs) == 1
+
+
+def test_two_better_latecomers_come_one_after_the_other() -> None:
+    swarm = measured_ring(0.030, 0.030)
+    swarm.add("x", layer_seconds=0.003, disk={(0, 12)})
+    swarm.add("y", layer_seconds=0.003, disk={(0, 12)})
+    swarm.active = 0
+    first = until_epoch(swarm, 2, 300.0)
+    second = until_epoch(swarm, 3, 3000.0)
+    assert second - first >= SWAP_PAUSE
+    swarm.run(3000.0)
+    assert len(swarm.epochs) == 3 and {peer for peer, _, _ in swarm.places()} == {"x", "y"}
+
+
+def test_planning_may_take_its_time_and_old_answers_count_for_nothing() -> None:
+    swarm = Swarm(2)
+    swarm.think_seconds = 5.0
+    swarm.add("a")
+    swarm.add("b")
+    swarm.run(1.0)
+    swarm.kill("b")  # while the first plan is thought about
+    swarm.run(8.0)
+    assert swarm.thoughts and not swarm.epochs
+    swarm.add("c")
+    swarm.run(20.0)
+    assert {peer for peer, _, _ in swarm.places()} == {"a", "c"}
+    thoughts = swarm.thoughts
+    swarm.run(100.0)
+    assert swarm.thoughts - thoughts <= 3, "what has been answered is not asked again"
 
 
 def test_a_killed_stage_is_replaced_by_the_loaded_standby_in_seconds() -> None:

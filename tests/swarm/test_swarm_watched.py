@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from pathlib import Path
 
 import httpx
@@ -12,6 +13,8 @@ import trio
 from prometheus_client.parser import text_string_to_metric_families
 from swarm_in_process import InProcessSwarm, swarm_in_process
 from swarm_processes import DATA
+
+from kvasir_peer.ring.measurements import Measurements
 
 REQUESTS, TOKENS = 4, 24
 SLACK = 0.005  # seconds; how far clocks may be off that are the same clock, behind unequal ways
@@ -51,13 +54,19 @@ async def test_status_timeline_and_metrics_tell_what_the_ring_did(tmp_path: Path
         )
 
     ring = status.json()
+    rows_computed = sum(batch["rows"] for batch in timeline.json()["batches"])
     assert ring["ring_state"]["name"] in ("starved", "saturated", "blocked")
     assert ring["window"]["tokens_per_second"] > 0
     for stage in ring["stages"]:
         window = stage["window"]
         assert window["held"] + window["starved"] + window["blocked"] == pytest.approx(1.0)
         assert window["held"] > 0
+        assert (stage["totals"]["rows"], stage["figures"]["path"]) == (rows_computed, "relayed")
+        assert stage["totals"]["held_seconds"] > 0
 
+    kept = Measurements.decode((tmp_path / "bridge" / "measured.json").read_bytes(), time.time())
+    peers = {stage["peer"] for stage in ring["stages"]}
+    assert peers <= {peer for pair in kept.ways() for peer in pair}, "the next start begins with this"
     shown = timeline.json()
     requests = [r for r in shown["requests"] if r["tokens"] == TOKENS]
     assert len(requests) == REQUESTS and counts == [TOKENS] * REQUESTS
