@@ -37,6 +37,7 @@ class Running:
         step: see :class:`kvasir_peer.progress.Progress`.
         text: its last word, for people.
         base_url: OpenAI base URL, of a bridge.
+        relays: how it stands with the relays, in one line.
     """
 
     role: str
@@ -46,6 +47,7 @@ class Running:
     step: str = "start"
     text: str = ""
     base_url: str = ""
+    relays: str = ""
 
 
 class Notice:
@@ -58,8 +60,10 @@ class Notice:
         self._write()
 
     def report(self, progress: Progress) -> None:
-        """Keep a role's progress as its last word."""
+        """Keep a role's progress as its last word, and what it says of its relays for itself."""
         self._state = replace(self._state, changed=time.time(), step=progress.step, text=progress.line())
+        if progress.step == "relay":
+            self._state = replace(self._state, relays=progress.text)
         self._write()
 
     def serves(self, base_url: str) -> None:

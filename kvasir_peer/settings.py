@@ -281,6 +281,12 @@ class PeerSettings(Settings):
         ("/ip4/0.0.0.0/tcp/0",),
         "Where to listen for direct connections; may be given more than once. Port 0 is any free one.",
     )
+    muxer: Literal["own", "stock"] = option(
+        choice("own", "stock"),
+        "own",
+        "Multiplexer of connections: kvasir-peer's own, or py-libp2p's, which is slower, should ours fail you.",
+        flag=False,
+    )
     disk: int = option(
         size(1_000_000), 0, "Most disk space for chunks of weights; auto is half of what is free."
     )

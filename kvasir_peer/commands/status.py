@@ -115,6 +115,8 @@ def show_status(
         lines.append(f"running  {role.role} (process {role.pid}) since {_time(role.started)}")
         if role.base_url:
             lines.append(f"serves   {role.base_url}")
+        if role.relays:
+            lines.append(f"relays   {role.relays}")
         if role.text:
             lines.append(f"last     {role.text} ({_time(role.changed)})")
     print(json.dumps(found) if as_json else "\n".join(lines))

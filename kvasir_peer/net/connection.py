@@ -35,6 +35,7 @@ HEARTBEAT_BUSY_S = 5.0  # between pings while the connection carries links
 HEARTBEAT_IDLE_S = 14.0  # between signs of life otherwise
 DEAD_BUSY_S = 15.0  # of silence with a ping unanswered
 DEAD_IDLE_S = 28.0  # with the second between two looks, a silent peer is gone within 30
+AGREE_S = 10.0  # for the other side to agree on a multiplexer
 DEAD_DOUBTED_S = 3.0  # of silence after a newer connection of the same peer came
 
 ROUND_TRIPS_KEPT = 64  # samples behind the percentiles: five minutes of heartbeats
@@ -99,6 +100,7 @@ class Connection:
         on_closed: called once, with the reason.
         on_ready: called once the multiplexer was agreed on.
         max_inbound_streams: see :class:`Yamux`.
+        muxer: makes the multiplexer.
 
     Attributes:
         remote_peer: authenticated peer id of the other side.
@@ -108,6 +110,8 @@ class Connection:
         tickers: called with the time about once a second.
         ready: set once the multiplexer was agreed on.
         closed: set once the connection is gone; :attr:`reason` says why.
+        circuit_at: when a circuit last came over it, if the other side is a relay of ours; trio's clock.
+        faulty: whether it ended by a mistake of our own code.
     """
 
     def __init__(
@@ -120,6 +124,7 @@ class Connection:
         on_closed: Callable[[Connection, str], None],
         on_ready: Callable[[Connection], None] | None = None,
         max_inbound_streams: int = yamux.MAX_INBOUND_STREAMS,
+        muxer: Callable[..., Yamux] = Yamux,
     ) -> None:
         self.remote_peer = secured.remote_peer
         self.initiator = secured.initiator
@@ -133,6 +138,8 @@ class Connection:
         self._over = False  # as closed, for the code that asks for each message
         self._agreed = False  # as ready, until the end
         self.reason = ""
+        self.circuit_at = float("-inf")
+        self.faulty = False
         self.opened_at = self.heard_at = trio.current_time()
         self.round_trips: deque[float] = deque(maxlen=ROUND_TRIPS_KEPT)
         self._secured = secured
@@ -147,7 +154,7 @@ class Connection:
         self._bytes_received = 0
         self._pending = bytearray()
         self._draining = False
-        self.mux = Yamux(
+        self.mux = muxer(
             remote_peer=secured.remote_peer,
             initiator=secured.initiator,
             on_stream=lambda stream: on_stream(self, stream),
@@ -155,6 +162,7 @@ class Connection:
             max_inbound_streams=max_inbound_streams,
         )
         self.mux.on_round_trip = self.round_trips.append
+        self.mux.on_broken = self.abort
 
     # --- for those who use it --------------------------------------------------------------------------------
 
@@ -218,7 +226,7 @@ class Connection:
             self._end(f"nothing came for {silent:.0f} s: the other side, or the network, is gone")
             return
         if not self.ready.is_set():
-            if now - self.opened_at > dead:
+            if now - self.opened_at > AGREE_S:
                 self._end("the other side did not agree on a multiplexer in time")
             return
         if silent > beat or (self.busy and now - self._last_ping > beat):
@@ -275,6 +283,10 @@ class Connection:
             _depth += 1
             try:
                 count = self.mux.pull(buffer[:limit])
+            except Exception:
+                logger.exception("what goes to %s could not be put together", self.remote_peer)
+                self._broke()
+                return 0
             finally:
                 _depth -= 1
             if not count:
@@ -312,11 +324,15 @@ class Connection:
                 self._carrier.flush()
             self._end(str(error))
         except Exception:
-            # A mistake of ours that one peer has found must not cost all others their connections.
             logger.exception("what came from %s could not be handled", self.remote_peer)
-            self._end("internal error")
+            self._broke()
         self._bytes_received += position
         return position
+
+    def _broke(self) -> None:
+        """A mistake of ours that one peer has found: it must not cost all others their connections."""
+        self.faulty = True
+        self._end("internal error")
 
     def ended(self, reason: str) -> None:
         """The carrier saw the end."""

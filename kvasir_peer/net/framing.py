@@ -22,6 +22,9 @@ LENGTH_MASK = 0x00FFFFFF
 MAX_OWN_BYTES = 256  # of a message of the link itself
 LEAST_PIECE_BYTES = 256  # a frame is not cut into pieces smaller than this
 MAX_FRAME_BYTES = 0xFFFFFFFF
+#: A frame under this size is copied where it is the smaller part of the encrypted message that it came in (up to
+#: 65,519 bytes): as a view it would keep all of that in memory. So what waits holds eight times its size at most.
+SMALL_FRAME_BYTES = 8192
 
 
 class OutgoingFrame:
@@ -144,10 +147,13 @@ class Assembler:
                 position += HEAD_BYTES
             length = head & LENGTH_MASK
             if head & FIRST and head & LAST and not head & OWN and size - position >= length:
-                # The whole frame is here: give out a view of it.
+                # The whole frame is here: give out a view of it, unless that would keep much else in memory.
                 cls = head >> 30
                 self._check(cls, length)
-                self._deliver(cls, data[position : position + length])
+                frame = data[position : position + length]
+                if length < SMALL_FRAME_BYTES and 2 * length < len(data.obj):  # type: ignore[arg-type]
+                    frame = memoryview(bytes(frame))
+                self._deliver(cls, frame)
                 position += length
                 continue
             self._begin_piece(head, length)

@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
 
 import trio
 
@@ -23,8 +25,9 @@ from kvasir_peer.net import delimited, maddr, multistream, upstream
 from kvasir_peer.net.connection import Connection
 from kvasir_peer.net.duplex import Duplex, TcpDuplex
 from kvasir_peer.net.noise import NoiseIdentity
+from kvasir_peer.net.stock import StockMux
 from kvasir_peer.net.websocket import WebSocketDuplex
-from kvasir_peer.net.yamux import MuxedStream
+from kvasir_peer.net.yamux import MuxedStream, Yamux
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +41,12 @@ NEGOTIATE_S = 10.0  # for agreeing on a stream's protocol
 TICK_S = 1.0
 PING_BYTES = 32
 
+MAX_FALLEN_BACK = 256  # peers that are remembered; each had to find a mistake of ours
+
 StreamHandler = Callable[[MuxedStream], Awaitable[None]]
+
+#: The multiplexer: our own, or py-libp2p's (``stock.py``), which is also taken for peers with whom ours has failed.
+Muxer = Literal["own", "stock"]
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,7 @@ def new_host(
     admit_peer: Callable[[Connection], str] | None = None,
     trusted_proxies: Iterable[str] = (),
     agent: str = "kvasir-peer",
+    muxer: Muxer = "own",
 ) -> Host:
     """A host that runs inside ``async with host.running():``.
 
@@ -102,6 +111,7 @@ def new_host(
         admit_peer: called with an inbound connection after the handshake; a text is a refusal.
         trusted_proxies: networks (``10.0.0.0/8``) whose ``X-Forwarded-For`` on WebSocket is believed.
         agent: name told to others by identify.
+        muxer: which multiplexer runs the connections.
     """
     return Host(
         private_key,
@@ -111,6 +121,7 @@ def new_host(
         admit_peer or (lambda connection: ""),
         tuple(ipaddress.ip_network(network) for network in trusted_proxies),
         agent,
+        muxer,
     )
 
 
@@ -136,6 +147,7 @@ class Host:
         admit_peer: Callable[[Connection], str],
         trusted_proxies: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...],
         agent: str,
+        muxer: Muxer,
     ) -> None:
         self.identity = NoiseIdentity(private_key)
         self.peer_id = self.identity.peer_id
@@ -148,10 +160,15 @@ class Host:
         self._admit_peer = admit_peer
         self._trusted_proxies = trusted_proxies
         self._agent = agent
+        self._muxer = muxer
+        self._fallen_back: dict[str, None] = {}  # peers with whom our multiplexer has failed
         self._listening: list[str] = []
         self._handlers: dict[str, StreamHandler] = {}
         self._connections: dict[str, list[Connection]] = {}
         self._handshakes: Counter[str] = Counter()
+        # Without a multiplexer so far, and what is to be done once there is one.
+        self._beginning: dict[Connection, Callable[[], None]] = {}
+        self._serving: Counter[Connection] = Counter()  # handlers that run
         self._inbound_open = 0
         self._closing = False
         self.punching: dict[tuple[str, int], str] = {}
@@ -217,7 +234,7 @@ class Host:
         while True:
             await trio.sleep(TICK_S)
             now = trio.current_time()
-            for connection in self.connections():
+            for connection in [*self.connections(), *self._beginning]:
                 connection.tick(now)
 
     # --- listening -------------------------------------------------------------------------------------------
@@ -296,40 +313,49 @@ class Host:
         counted = address
         self._handshakes[counted] += 1
         self._inbound_open += 1
+        counts = True
+
+        def handshake_over() -> None:
+            nonlocal counts
+            if counts:
+                counts = False
+                self._handshakes[counted] -= 1
+                if not self._handshakes[counted]:
+                    del self._handshakes[counted]
+
         duplex = TcpDuplex(socket.socket(fileno=sock.detach()))
         duplex.socket.setblocking(False)
         carried: Duplex = duplex
         try:
             local = duplex.socket.getsockname()[0]
-            try:
-                with trio.move_on_after(HANDSHAKE_S) as scope:
-                    if websocket or ((address, port) not in self.punching and await _is_http(duplex)):
-                        carried = await WebSocketDuplex.accept(trio.SocketStream(_as_trio(duplex)))
-                        address = self._behind_proxy(address, carried.headers)
-                        if address != counted and (reason := self._admit(address)):
-                            self._refused[reason] += 1
-                            return
-                    punching = self.punching.get((address, port))
-                    if punching is None:
-                        secured = await self.identity.secure_inbound(carried)
-                    else:
-                        secured = await self.identity.secure_outbound(carried, punching)
-                if scope.cancelled_caught:
-                    raise LinkError("the handshake took too long")
-                connection = self._new(secured, "direct", maddr.of_socket((address, port)), local)
-                if reason := self._admit_peer(connection):
-                    self._refused[reason] += 1
-                    return
-            finally:
-                self._handshakes[counted] -= 1
-                if not self._handshakes[counted]:
-                    del self._handshakes[counted]
+            with trio.move_on_after(HANDSHAKE_S) as scope:
+                if websocket or ((address, port) not in self.punching and await _is_http(duplex)):
+                    carried = await WebSocketDuplex.accept(trio.SocketStream(_as_trio(duplex)))
+                    address = self._behind_proxy(address, carried.headers)
+                    if address != counted and (reason := self._admit(address)):
+                        self._refused[reason] += 1
+                        return
+                punching = self.punching.get((address, port))
+                if punching is None:
+                    secured = await self.identity.secure_inbound(carried)
+                else:
+                    secured = await self.identity.secure_outbound(carried, punching)
+            if scope.cancelled_caught:
+                raise LinkError("the handshake took too long")
+            connection = self._new(secured, "direct", maddr.of_socket((address, port)), local)
+            if reason := self._admit_peer(connection):
+                self._refused[reason] += 1
+                connection.abort(reason)
+                return
+            # The handshake is over when a multiplexer was agreed on: whoever only proves his key keeps his place in it.
+            self._beginning[connection] = handshake_over
             await self._carry(connection, carried)
         except (LinkError, WireError, RefusedError, OSError) as error:
             self._counts["failed"] += 1
             logger.debug("an inbound connection from %s failed: %s", address, error)
         finally:
             self._inbound_open -= 1
+            handshake_over()
             with trio.CancelScope(shield=True, deadline=trio.current_time() + 1.0):
                 await carried.aclose()
 
@@ -434,9 +460,22 @@ class Host:
             on_ready=self._register,
             on_closed=self._on_closed,
             max_inbound_streams=self.limits.max_inbound_streams,
+            muxer=partial(StockMux, nursery=self.nursery) if self._is_stock(secured.remote_peer) else Yamux,
         )
         connection.local_address = local.partition("%")[0]
+        self._beginning[connection] = _nothing
         return connection
+
+    def _is_stock(self, peer: str) -> bool:
+        return self._muxer == "stock" or peer in self._fallen_back
+
+    def _fall_back(self, peer: str) -> None:
+        """Our multiplexer has failed with a peer: its next connections run on py-libp2p's."""
+        if not self._is_stock(peer):
+            logger.warning("from now on connections with %s run on py-libp2p's multiplexer", peer)
+            self._fallen_back[peer] = None
+            if len(self._fallen_back) > MAX_FALLEN_BACK:
+                del self._fallen_back[next(iter(self._fallen_back))]
 
     def addresses_are(self, present: set[str]) -> int:
         """Close connections from IP addresses of ours that are gone; returns how many there were.
@@ -464,6 +503,7 @@ class Host:
         return connection
 
     def _register(self, connection: Connection) -> None:
+        self._beginning.pop(connection, _nothing)()
         known = self._connections.setdefault(connection.remote_peer, [])
         known.append(connection)
         same = [c for c in known if c.path == connection.path]
@@ -477,6 +517,9 @@ class Host:
             callback(connection)
 
     def _on_closed(self, connection: Connection, reason: str) -> None:
+        self._beginning.pop(connection, None)
+        if connection.faulty:
+            self._fall_back(connection.remote_peer)
         known = self._connections.get(connection.remote_peer, [])
         if connection in known:
             known.remove(connection)
@@ -509,7 +552,21 @@ class Host:
 
     def _on_stream(self, connection: Connection, stream: MuxedStream) -> None:
         stream.connection = connection
-        self.nursery.start_soon(self._serve, connection, stream)
+        if self._serving[connection] >= self.limits.max_inbound_streams:
+            # Handlers may go on for a while after their streams were reset; they count until they are over.
+            connection.mux.violations["streams"] = connection.mux.violations.get("streams", 0) + 1
+            stream.reset("too many streams are being served")
+            return
+        self._serving[connection] += 1
+        self.nursery.start_soon(self._serve_counted, connection, stream)
+
+    async def _serve_counted(self, connection: Connection, stream: MuxedStream) -> None:
+        try:
+            await self._serve(connection, stream)
+        finally:
+            self._serving[connection] -= 1
+            if not self._serving[connection]:
+                del self._serving[connection]
 
     async def _serve(self, connection: Connection, stream: MuxedStream) -> None:
         try:
@@ -575,6 +632,10 @@ class Host:
             dict(self._refused),
             self._counts["failed"],
         )
+
+
+def _nothing() -> None:
+    """What is to be done where nothing is."""
 
 
 async def _ping(stream: MuxedStream) -> None:

@@ -49,6 +49,10 @@ DEFAULT_MAX_FRAME_BYTES = 16 * 1024 * 1024
 QUEUED_BYTES = 256 * 1024  # of one priority waiting to be sent before a sender has to wait
 #: Frames received and not yet taken hold back the window of the other side beyond this many bytes.
 UNREAD_BYTES = 1024 * 1024
+#: What a frame costs beside its bytes where it waits; small and empty ones count by it.
+FRAME_COST_BYTES = 256
+#: Frames received and not yet taken at most: what comes within a window may still be many small ones.
+UNREAD_FRAMES = 65536
 
 ACKNOWLEDGE_BYTES = 128 * 1024  # received before they are acknowledged; the rest within a second
 ACKNOWLEDGE_FRAMES = 64
@@ -248,7 +252,7 @@ class Link:
                 frame = queue.popleft()
                 break
         self._unread -= 1
-        self._unread_bytes -= len(frame)
+        self._unread_bytes -= len(frame) + FRAME_COST_BYTES
         if self._withheld and self._unread_bytes < UNREAD_BYTES:
             withheld, self._withheld = self._withheld, 0
             if self._stream is not None:
@@ -373,6 +377,10 @@ class Link:
         """Whether the link lives, both sides can move it, and no move is under way."""
         return self._agreed and not self._moving and not self.closed
 
+    def runs_over(self, connection: Connection) -> bool:
+        """Whether that is the connection below, and the link lives."""
+        return self._connection is connection and not self.closed
+
     @property
     def adrift(self) -> bool:
         """Whether the connection below was lost and the link waits for another."""
@@ -456,7 +464,7 @@ class Link:
                 peer=self.remote_peer,
             )
         for _ in range(count - self._frames_acknowledged):
-            self._kept_bytes -= self._kept.popleft().size
+            self._kept_bytes -= self._kept.popleft().size + FRAME_COST_BYTES
         self._frames_acknowledged = count
 
     # --- sending (called by the multiplexer) -----------------------------------------------------------------
@@ -501,7 +509,7 @@ class Link:
                     self._frames_out += 1
                     if self._can_move:
                         self._kept.append(frame)
-                        self._kept_bytes += frame.size
+                        self._kept_bytes += frame.size + FRAME_COST_BYTES
                 before = self._queued[cls]
                 self._queued[cls] = before - gone
                 if before >= QUEUED_BYTES > before - gone:
@@ -528,9 +536,11 @@ class Link:
 
     def _deliver(self, cls: int, frame: memoryview) -> None:
         size = len(frame)
+        if self._unread >= UNREAD_FRAMES:
+            raise WireError("flood", f"over {UNREAD_FRAMES} frames wait to be taken")
         self._incoming[cls].append(frame)
         self._unread += 1
-        self._unread_bytes += size
+        self._unread_bytes += size + FRAME_COST_BYTES
         self._frames_in += 1
         self._received_bytes += size
         self._receivers.unpark()
@@ -579,6 +589,8 @@ class Link:
 
     def _stream_ended(self, reason: str) -> None:
         stream = self._stream
+        if self._end_received:
+            return  # what is lost after a proper end was asked for by nobody
         if reason:
             if (
                 self._agreed
@@ -593,7 +605,7 @@ class Link:
                 if self.on_adrift(self, reason):
                     return
             self.fail(f"the link to {self.remote_peer} was lost: {reason}")
-        elif not self._end_received:
+        else:
             self._end_received = self._shut = True
             if stream is not None:
                 stream.finish()

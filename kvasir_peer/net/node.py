@@ -14,11 +14,11 @@ import httpx
 import trio
 
 from kvasir_peer.errors import KvasirError, LinkError, RefusedError, UsageError, WireError
-from kvasir_peer.net import circuit, http, maddr, upgrade
+from kvasir_peer.net import circuit, delimited, http, maddr, upgrade, upstream
 from kvasir_peer.net import link as link_module
 from kvasir_peer.net.backoff import Backoff
 from kvasir_peer.net.connection import Connection, ConnectionStatistics
-from kvasir_peer.net.host import Host, HostLimits, HostStatistics, new_host
+from kvasir_peer.net.host import Host, HostLimits, HostStatistics, Muxer, new_host
 from kvasir_peer.net.link import DEFAULT_MAX_FRAME_BYTES, Link, LinkStatistics
 from kvasir_peer.net.relays import RelayStatistics, RelaySupervisor
 from kvasir_peer.net.upgrade import Upgrader, interface_addresses
@@ -35,6 +35,9 @@ HELLO_S = 10.0  # for a link's first message
 WELCOME_S = 2.0  # for the answer to it
 RESCUE_S = 3.0  # for a link whose connection was lost while another one to the same peer lives
 ATTEMPT_DELAY_S = 0.3  # head start of an address over the next one
+PUSH_S = 10.0  # for an identify push to come after its stream was opened
+
+IDENTIFY_PUSH = "/ipfs/id/push/1.0.0"
 
 Accept = Callable[[str], bool | str]
 LinkHandler = Callable[[Link], Awaitable[None]]
@@ -116,11 +119,14 @@ class Node:
         self._callbacks: list[Callable[[PeerEvent], None]] = []
         self._changed = trio.Event()
         self._grace_until = 0.0
-        self._supervisors = {
-            address.peer: RelaySupervisor(host, address, self._relays_changed, invites) for address in relays
-        }
+        self._relay_callbacks: list[Callable[[str], None]] = []
+        self._relay_words = ""
+        self._circuits = circuit.CircuitListener(host, self._is_relay)
+        self._supervisors: dict[str, RelaySupervisor] = {}
+        for address in relays:
+            self._supervise(address)
         self._seen_as: dict[str, str] = {}
-        circuit.CircuitListener(host, self._is_relay)
+        host.handle(IDENTIFY_PUSH, self._pushed)
         self._upgrader = Upgrader(host, self._candidates) if direct else None
         host.on_connection.append(self._connected)
         host.on_gone.append(self._gone)
@@ -136,6 +142,7 @@ class Node:
         listen: Iterable[str] = (),
         direct: bool = True,
         limits: HostLimits | None = None,
+        muxer: Muxer = "own",
     ) -> AsyncIterator[Node]:
         """A node that runs until the end of the block.
 
@@ -146,6 +153,7 @@ class Node:
             listen: transport addresses for direct connections (``/ip4/0.0.0.0/tcp/0``).
             direct: False: nothing is listened on and every peer is reached through circuits alone.
             limits: what strangers may take.
+            muxer: which multiplexer runs the connections.
 
         Raises:
             UsageError: an address makes no sense.
@@ -155,7 +163,7 @@ class Node:
         for address in parsed:
             if address.through is not None:
                 raise UsageError(f"{address} is an address behind a relay; name the relay itself")
-        host = new_host(private_key, listen=tuple(listen) if direct else (), limits=limits)
+        host = new_host(private_key, listen=tuple(listen) if direct else (), limits=limits, muxer=muxer)
         node = cls(host, parsed, direct, tuple(invites))
         async with host.running():
             for supervisor in node._supervisors.values():
@@ -175,9 +183,63 @@ class Node:
         if parsed.through is not None:
             raise UsageError(f"{address} is an address behind a relay; name the relay itself")
         if parsed.peer not in self._supervisors:
-            supervisor = RelaySupervisor(self.host, parsed, self._relays_changed, self._invites)
-            self._supervisors[parsed.peer] = supervisor
-            self.host.nursery.start_soon(supervisor.run)
+            self.host.nursery.start_soon(self._supervise(parsed).run)
+
+    def _supervise(self, address: maddr.Address) -> RelaySupervisor:
+        supervisor = self._supervisors.get(address.peer)
+        if supervisor is None:
+            supervisor = self._supervisors[address.peer] = RelaySupervisor(
+                self.host, self._circuits, address, self._relays_changed, self._invites
+            )
+        return supervisor
+
+    async def _pushed(self, stream: MuxedStream) -> None:
+        """A peer says anew what it speaks: a relay that does not name the hop protocol any more is shutting down."""
+        supervisor = self._supervisors.get(stream.remote_peer)
+        connection = stream.connection
+        if supervisor is None or not isinstance(connection, Connection) or connection.path != "direct":
+            return
+        with trio.fail_after(PUSH_S):
+            message = await delimited.read_message(stream, upstream.Identify)
+        # An empty list says nothing about protocols: a push may name only what has changed.
+        if message.protocols and supervisor.told(connection, serves=circuit.HOP in message.protocols):
+            self.host.nursery.start_soon(self._leave_relay, supervisor.relay)
+
+    async def _leave_relay(self, relay: str) -> None:
+        """Move the links that we opened through a relay that is shutting down; it waits some seconds for that."""
+        circuits = [c for c in self.host.connections() if c.path == "relayed" and c.address == relay]
+        async with trio.open_nursery() as nursery:
+            for connection in circuits:
+                nursery.start_soon(self._leave_circuit, connection)
+
+    async def _leave_circuit(self, old: Connection) -> None:
+        links = [link for link in self._links.values() if link.opened_here and link.runs_over(old)]
+        if not links:
+            return
+        peer = old.remote_peer
+        backoff = Backoff(first=0.25, cap=2.0)
+        while not old.closed.is_set():
+            try:
+                others = [c for c in self.host.connections(peer) if self._lasts(c)]
+                new = others[0] if others else await self._reach(peer, ())
+            except LinkError as error:
+                # The peer may not have heard yet, or holds no place at our other relays.
+                logger.debug("no other way to %s yet: %s", peer, error)
+                await trio.sleep(backoff.failed())
+                continue
+            for link in links:
+                if link.runs_over(old):
+                    await self._move(link, new)
+            if not old.mux.streams:
+                old.close("it went through a relay that is shutting down")
+            return
+
+    def _lasts(self, connection: Connection) -> bool:
+        """Whether a connection is good for something new: nobody has said that it will be closed."""
+        if connection.mux.going_away:
+            return False
+        supervisor = self._supervisors.get(connection.address) if connection.path == "relayed" else None
+        return supervisor is None or not supervisor.draining
 
     def addresses(self) -> list[str]:
         """Where others reach us: directly, and through relays at which a dial to ourselves worked."""
@@ -253,7 +315,7 @@ class Node:
         Args:
             timeout: seconds.
         """
-        wanted = len(self._supervisors) if count is None else count
+        wanted = len(self._supervisors) if count is None else min(count, len(self._supervisors))
         with trio.move_on_after(timeout):
             while sum(s.reserved.is_set() for s in self._supervisors.values()) < wanted:
                 await self._changed.wait()
@@ -268,6 +330,24 @@ class Node:
         self._changed.set()
         self._changed = trio.Event()
         self.host.advertised = self.addresses()
+        words = self.relay_words()
+        if words != self._relay_words:
+            self._relay_words = words
+            for callback in self._relay_callbacks:
+                callback(words)
+
+    def on_relays(self, callback: Callable[[str], None]) -> None:
+        """Be told in one line, for the owner, how it stands with our relays whenever that changes."""
+        self._relay_callbacks.append(callback)
+
+    def relay_words(self) -> str:
+        """How it stands with our relays, in one line: how many hold a place for us, and why the others don't."""
+        held = sum(s.reserved.is_set() for s in self._supervisors.values())
+        trouble = "; ".join(s.trouble for s in self._supervisors.values() if s.trouble)
+        if not held:
+            return f"not reachable: {trouble}" if trouble else ""
+        words = "reachable through a relay" if held == 1 else f"reachable through {held} relays"
+        return f"{words}, not through another: {trouble}" if trouble else words
 
     def _is_relay(self, peer: str) -> bool:
         supervisor = self._supervisors.get(peer)
@@ -317,7 +397,7 @@ class Node:
             callback(event)
 
     async def connect(self, peer_id: str, addresses: Iterable[str] = ()) -> None:
-        """Make sure that there is a connection to a peer. Raises LinkError with what was tried, UsageError.
+        """Make sure that there is a connection to a peer. Raises LinkError with what was tried.
 
         Args:
             addresses: where it may be; addresses used before and our own relays are tried as well.
@@ -325,18 +405,19 @@ class Node:
         await self._connection(peer_id, addresses)
 
     def _usable(self, peer: str) -> Connection | None:
-        for connection in self.host.connections(peer):
-            if self.direct or connection.path == "relayed" or peer in self._supervisors:
-                return connection
-        return None
+        usable = [
+            connection
+            for connection in self.host.connections(peer)
+            if self.direct or connection.path == "relayed" or peer in self._supervisors
+        ]
+        return next(filter(self._lasts, usable), None)
 
     async def _connection(self, peer: str, addresses: Iterable[str]) -> Connection:
-        given = tuple(maddr.parse(text) for text in addresses)
-        for address in given:
-            if (address.through or address.peer) != peer:
-                raise UsageError(f"the address {address} does not lead to {peer}")
         if peer == self.peer_id:
             raise LinkError("that is this peer itself", peer=peer)
+        given, bad = _leading_to(peer, addresses)
+        if bad and not given:
+            raise LinkError(f"no address of {peer} is of use: {bad}", peer=peer)
         while True:
             connection = self._usable(peer)
             if connection is not None:
@@ -348,6 +429,12 @@ class Node:
         done = self._dialling[peer] = trio.Event()
         try:
             return await self._reach(peer, given)
+        except LinkError:
+            # One that will be closed soon is better than none.
+            for connection in self.host.connections(peer):
+                if not connection.mux.going_away and (self.direct or connection.path == "relayed"):
+                    return connection
+            raise
         finally:
             del self._dialling[peer]
             done.set()
@@ -355,6 +442,8 @@ class Node:
     async def _reach(self, peer: str, given: tuple[maddr.Address, ...]) -> Connection:
         candidates = dict.fromkeys((*given, *self._known.get(peer, ())))
         for supervisor in self._supervisors.values():
+            if supervisor.draining:
+                continue
             first = supervisor.address
             candidates[
                 maddr.Address(first.host, first.port, first.secure, first.websocket, first.peer, peer)
@@ -363,7 +452,9 @@ class Node:
         ways: dict[tuple[str, bool], maddr.Address] = {}
         for address in candidates:
             if address.through is not None:
-                ways.setdefault((address.peer, True), address)
+                relay = self._supervisors.get(address.peer)
+                if relay is None or not relay.draining:
+                    ways.setdefault((address.peer, True), address)
             elif self.direct or peer in self._supervisors:
                 ways.setdefault((str(address), False), address)
         ordered = sorted(
@@ -437,7 +528,7 @@ class Node:
         max_frame: int = DEFAULT_MAX_FRAME_BYTES,
         addresses: Iterable[str] = (),
     ) -> Link:
-        """A link to a peer, which is connected first if need be. Raises LinkError, UsageError.
+        """A link to a peer, which is connected first if need be. Raises LinkError.
 
         A stranger's refusal shows as LinkError at the first :meth:`Link.receive`.
 
@@ -445,7 +536,7 @@ class Node:
             max_frame: largest frame taken on it, bytes.
         """
         connection, stream = await self._open_stream(peer_id, protocol, addresses)
-        link = Link(peer_id, protocol, max_frame=max_frame, can_move=self.direct)
+        link = Link(peer_id, protocol, max_frame=max_frame, can_move=self._links_move)
         link.begin(connection, stream)
         self._add(link)
         return link
@@ -462,6 +553,11 @@ class Node:
             connection = await self._reach(peer_id, ())
             return connection, await connection.open_stream(protocol)
         raise LinkError(f"{peer_id} did not answer to {protocol} in {OPEN_S:.0f} s", peer=peer_id)
+
+    @property
+    def _links_move(self) -> bool:
+        """Whether there can be another connection to the same peer: a direct one, or through another relay."""
+        return self.direct or len(self._supervisors) > 1
 
     def _add(self, link: Link) -> None:
         if not link.closed:
@@ -511,7 +607,7 @@ class Node:
                 return
             if known is not None:
                 raise WireError("unexpected", "a link was opened twice", peer=stream.remote_peer)
-            link = Link(stream.remote_peer, protocol, max_frame=max_frame, can_move=self.direct)
+            link = Link(stream.remote_peer, protocol, max_frame=max_frame, can_move=self._links_move)
             link.begin(connection, stream, hello=hello)
             self._add(link)
             stream.handed_over = True
@@ -619,6 +715,26 @@ class Node:
             dict(self._refused),
             traffic,
         )
+
+
+def _leading_to(peer: str, texts: Iterable[str]) -> tuple[tuple[maddr.Address, ...], str]:
+    """Those of the addresses that lead to ``peer``, and what is wrong with the last of the others, or "".
+
+    They come from other peers, mostly: one that makes no sense must not hide those that do.
+    """
+    found: list[maddr.Address] = []
+    bad = ""
+    for text in texts:
+        try:
+            address = maddr.parse(text)
+        except UsageError as error:
+            bad = str(error)
+            continue
+        if (address.through or address.peer) == peer:
+            found.append(address)
+        else:
+            bad = f"the address {address} does not lead to {peer}"
+    return tuple(found), bad
 
 
 def _count_in(traffic: dict[str, LinkTraffic], link: LinkStatistics) -> None:

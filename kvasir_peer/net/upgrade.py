@@ -35,6 +35,7 @@ PUNCH_S = 5.0  # for one round of dialling at once
 ATTEMPTS_S = (0.0, 5.0, 30.0)
 AGAIN_S = 600.0
 MAX_UNDER_WAY = 8  # upgrades at once
+MAX_ANSWERED = 64  # peers whose hole punching is answered at once; one each
 
 _HolePunch = upstream.dcutr_pb2.HolePunch
 
@@ -147,6 +148,16 @@ class Upgrader:
     async def _answer(self, stream: MuxedStream) -> None:
         """The other side drives."""
         peer = stream.remote_peer
+        if peer in self._awaited or len(self._awaited) >= MAX_ANSWERED:
+            raise WireError("unexpected", "hole punching was asked for while it is under way", peer=peer)
+        self._awaited[peer] = trio.Event()
+        try:
+            await self._answer_one(stream)
+        finally:
+            del self._awaited[peer]
+
+    async def _answer_one(self, stream: MuxedStream) -> None:
+        peer = stream.remote_peer
         with trio.fail_after(3 * STEP_S):
             theirs = await self._read(stream, _HolePunch.CONNECT)
             await delimited.write_message(stream, self._message(_HolePunch.CONNECT))
@@ -155,7 +166,7 @@ class Upgrader:
             addresses = _dialable(map(maddr.from_bytes, theirs.ObsAddrs), peer, self._loopback)
             expected = {(address.host, address.port): peer for address in addresses}
             self._host.punching |= expected
-            arrived = self._awaited[peer] = trio.Event()
+            arrived = self._awaited[peer]
             try:
                 async with self._limiter:
                     if not await self._dial_any(addresses, PUNCH_S, punch=True):
@@ -163,7 +174,6 @@ class Upgrader:
                         with trio.move_on_after(PUNCH_S):
                             await arrived.wait()
             finally:
-                self._awaited.pop(peer, None)
                 for place in expected:
                     self._host.punching.pop(place, None)
 
@@ -238,7 +248,9 @@ def _dialable(texts: object, peer: str, loopback: bool) -> list[maddr.Address]:
             ip = ipaddress.ip_address(address.host)
         except (UsageError, ValueError):
             continue
-        if address.websocket or ip.is_multicast or ip.is_unspecified or (ip.is_loopback and not loopback):
+        if address.websocket or ip.is_multicast or ip.is_unspecified or ip.is_link_local:
+            continue
+        if ip.is_loopback and not loopback:
             continue
         if address not in found:
             found.append(address)

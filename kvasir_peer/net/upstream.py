@@ -17,7 +17,8 @@ Not taken, and why (the letters are those of ``docs/network.md``)
       Ours offers ``/noise`` and nothing else.
     * ``SecureSession``, ``Yamux``, ``NetStream``: eight locks and checkpoints for each frame; a write that is
       cancelled leaves half a frame and kills the connection (Y5); 5 s without window resets the stream (Y1);
-      windows are polled (Y2) and not enforced (Y3). Ours: ``noise.py``, ``yamux.py``, ``connection.py``.
+      windows are polled (Y2) and not enforced (Y3). Ours: ``noise.py``, ``yamux.py``, ``connection.py``. ``Yamux``
+      is kept as a spare: ``stock.py``.
     * the relay client: spins when a reservation runs out while the relay is away (C1), and never comes back after
       a restart of the relay (C2). Ours: ``circuit.py``, ``relays.py``.
 """
@@ -30,6 +31,7 @@ import re
 
 from cryptography.exceptions import InvalidTag
 from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
 from libp2p.abc import IRawConnection
 from libp2p.crypto.ed25519 import create_new_key_pair as ed25519_key_pair
 from libp2p.crypto.keys import KeyPair
@@ -41,6 +43,7 @@ from libp2p.peer.id import ID as PeerID
 from libp2p.relay.circuit_v2.pb import circuit_pb2, dcutr_pb2
 from libp2p.security.noise.patterns import PatternXX
 from libp2p.security.secure_session import SecureSession
+from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamReset
 from libp2p.stream_muxer.yamux.yamux import Yamux as StockYamux
 from multiaddr import Multiaddr
 from nacl.exceptions import CryptoError
@@ -59,10 +62,13 @@ __all__ = [
     "Identify",
     "KeyPair",
     "Multiaddr",
+    "MuxedStreamEOF",
+    "MuxedStreamReset",
     "PatternXX",
     "PeerID",
     "SecureSession",
     "StockYamux",
+    "UnknownFieldSet",
     "circuit_pb2",
     "dcutr_pb2",
     "deserialize_public_key",

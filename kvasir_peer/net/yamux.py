@@ -51,10 +51,17 @@ SHORT_WINDOW_BYTES = (
 RESERVE_BYTES = 64 * 1024
 
 MAX_INBOUND_STREAMS = 1024  # opened by the other side and not yet closed, per connection
+#: Streams that the other side may open in one go, and in a second after that. Opening and resetting at once passes any
+#: bound of open streams, and each costs a task here.
+STREAMS_AT_ONCE = 2048
+STREAMS_PER_SECOND = 1000.0
 MAX_BUFFERED_BYTES = 64 * 1024 * 1024  # received and not yet taken, over all streams of a connection
 MAX_CONTROL_BYTES = 256 * 1024  # pongs, resets and acknowledgements waiting for a peer that does not read
 SEND_QUEUE_BYTES = 256 * 1024  # bytes a stream holds for sending before a writer has to wait
 USEFUL_ROOM_BYTES = 512  # a data frame is not begun in less room than this, unless it is all there is to send
+#: Received pieces under this size are put together while nobody takes them: each by itself would cost a list's entry
+#: and keep the whole encrypted message that it came in.
+SMALL_PIECE_BYTES = 512
 LINGER_S = 60.0  # how long a closed stream waits for the other side's end before it is reset
 
 
@@ -129,6 +136,7 @@ class MuxedStream:
         self._epoch_bytes = 0
         self._epoch_start: float | None = None
         self._chunks: deque[memoryview] = deque()
+        self._small = bytearray()  # what came after the chunks, in small pieces
         self._buffered = 0
         self._out: deque[memoryview] = deque()
         self._out_bytes = 0
@@ -174,7 +182,7 @@ class MuxedStream:
     async def receive_view(self, max_bytes: int | None = None) -> memoryview:
         """As :meth:`receive_some`, without a copy."""
         await trio.lowlevel.checkpoint_if_cancelled()
-        while not self._chunks:
+        while not self._chunks and not self._join_small():
             if self._error is not None:
                 raise LinkError(self._error, peer=self.remote_peer)
             if self._fin_received:
@@ -191,6 +199,14 @@ class MuxedStream:
         self._taken(len(chunk))
         return chunk
 
+    def _join_small(self) -> bool:
+        """Make a chunk of the small pieces; whether there were any."""
+        if not self._small:
+            return False
+        self._chunks.append(memoryview(bytes(self._small)))
+        self._small.clear()
+        return True
+
     def _taken(self, count: int) -> None:
         self._buffered -= count
         self.mux.buffered_bytes -= count
@@ -199,18 +215,22 @@ class MuxedStream:
     def set_sink(self, sink: Callable[[memoryview], None], on_end: Callable[[str], None]) -> None:
         """Hand bytes to ``sink`` as they arrive, in the reader's own task; it must call :meth:`consumed`.
 
-        ``on_end`` gets "" at a proper end, else the reason. What has come already is handed over at once. A
-        KvasirError from ``sink`` resets the stream.
+        ``on_end`` gets "" at a proper end of what comes, and the reason when the stream is lost, also after that (what
+        we still send goes nowhere then). What has come already is handed over at once. A KvasirError from ``sink``
+        resets the stream.
         """
         self._sink, self._on_end = sink, on_end
-        while self._chunks:
+        while self._chunks or self._join_small():
             chunk = self._chunks.popleft()
             self._buffered -= len(chunk)
             self.mux.buffered_bytes -= len(chunk)
             if self._error is None:
                 self._to_sink(chunk)
-        if self._error is not None or self._fin_received:
-            on_end(self._error or "")
+        if self._error is not None:
+            self._on_end = None
+            on_end(self._error)
+        elif self._fin_received:
+            on_end("")
 
     def pause(self) -> None:
         """Keep what comes, within the window, and how it ends, until :meth:`set_sink` is called again."""
@@ -400,6 +420,7 @@ class MuxedStream:
         self.mux.buffered_bytes -= self._buffered
         self._buffered = 0
         self._chunks.clear()
+        self._small.clear()
 
     def reset(self, reason: str = "reset here") -> None:
         """End both directions at once; what is queued is dropped."""
@@ -438,7 +459,11 @@ class MuxedStream:
         elif self._abandoned:
             self.reset("closed here")
         else:
-            self._chunks.append(data)
+            if count < SMALL_PIECE_BYTES or 2 * count < len(data.obj):  # type: ignore[arg-type]
+                self._small += data
+            else:
+                self._join_small()
+                self._chunks.append(data)
             self._buffered += count
             self.mux.buffered_bytes += count
             self._readers.unpark()
@@ -450,9 +475,8 @@ class MuxedStream:
         self._fin_received = True
         self._readers.unpark_all()
         self.mux.forget_if_done(self)
-        on_end, self._on_end = self._on_end, None
-        if on_end is not None:
-            on_end("")
+        if self._on_end is not None:
+            self._on_end("")
 
     @property
     def done(self) -> bool:
@@ -518,6 +542,8 @@ class Yamux:
         self._on_writable = on_writable
         self._max_inbound = max_inbound_streams
         self._inbound = 0
+        self._may_open = float(STREAMS_AT_ONCE)
+        self._may_open_at = 0.0
         self._next_id = 1 if initiator else 2
         self._remote_parity = 0 if initiator else 1
         self._last_remote_id = 0
@@ -534,6 +560,7 @@ class Yamux:
         self.exhausted = False
         self._lost: str | None = None
         self.on_round_trip: Callable[[float], None] | None = None
+        self.on_broken: Callable[[str], None] | None = None  # a muxer with tasks of its own has failed
 
     # --- streams ---------------------------------------------------------------------------------------------
 
@@ -572,6 +599,11 @@ class Yamux:
             self.streams.clear()
             for stream in streams:
                 stream.lost(reason)
+
+    @property
+    def going_away(self) -> bool:
+        """Whether the other side takes no more streams, because it is about to close."""
+        return self._going_away
 
     @property
     def lost(self) -> bool:
@@ -802,12 +834,22 @@ class Yamux:
             self.violations["streams"] = self.violations.get("streams", 0) + 1
             self.queue_control(WINDOW_UPDATE, RST, stream_id, 0)
             return None
+        self._count_opened()
         stream = MuxedStream(self, stream_id, inbound=True)
         self.streams[stream_id] = stream
         self._inbound += 1
         self.queue_control(WINDOW_UPDATE, ACK, stream_id, 0)
         self._on_stream(stream)
         return stream
+
+    def _count_opened(self) -> None:
+        """Count a stream that the other side opens. Raises WireError when it opens them without end."""
+        now = trio.current_time()
+        gained = (now - self._may_open_at) * STREAMS_PER_SECOND
+        self._may_open_at = now
+        self._may_open = min(self._may_open + gained, float(STREAMS_AT_ONCE)) - 1
+        if self._may_open < 0:
+            raise WireError("flood", f"over {STREAMS_PER_SECOND:.0f} streams a second were opened")
 
     def _ping_frame(self, flags: int, value: int) -> None:
         if flags & SYN:

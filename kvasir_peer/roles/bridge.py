@@ -40,6 +40,7 @@ from kvasir_peer.ring.measurements import MeasurementsFile
 from kvasir_peer.ring.telemetry import Timeline
 from kvasir_peer.ring.volunteering import Orders
 from kvasir_peer.ring.volunteering import Report as StageReport
+from kvasir_peer.roles.reaching import reach_relays
 from kvasir_peer.roles.served_model import BridgeModel, open_model, public_address
 from kvasir_peer.settings import LEDGER_FILE, BridgeReady, BridgeSettings
 from kvasir_peer.ticket import Ticket
@@ -47,7 +48,6 @@ from kvasir_peer.wire import chunks, ring
 
 logger = logging.getLogger(__name__)
 
-RELAY_SECONDS = 30.0  # for the first reservation; without one no stage can come
 DRAIN_SECONDS = 3.0  # for open answers when the bridge is told to end
 
 
@@ -345,9 +345,9 @@ async def run_bridge(
             invites=settings.relay_invites,
             listen=settings.listen,
             direct=settings.direct,
+            muxer=settings.muxer,
         ) as node:
-            await node.relays_ready(RELAY_SECONDS)
-            report(Progress("relay", "reachable through a relay"))
+            await reach_relays(node, report)
             ring_settings = RingSettings(
                 stages=settings.stages,
                 secret=invitation.own,

@@ -18,10 +18,9 @@ from kvasir_peer.identity import Identity
 from kvasir_peer.models.store import ChunkStore
 from kvasir_peer.net.node import Node
 from kvasir_peer.progress import Progress, Report
+from kvasir_peer.roles.reaching import reach_relays
 from kvasir_peer.settings import ComputingSettings
 from kvasir_peer.ticket import Ticket
-
-RELAY_SECONDS = 30.0  # for the first reservation; a peer without one can't be reached
 
 
 @dataclass(frozen=True)
@@ -73,11 +72,12 @@ async def open_member(
             invites=settings.relay_invites,
             listen=settings.listen,
             direct=settings.direct,
+            muxer=settings.muxer,
         ) as node:
             plural = "s" if len(relays) != 1 else ""
             report(Progress("relay", f"reserving a place at {len(relays)} relay{plural}"))
-            await node.relays_ready(RELAY_SECONDS)
-            report(Progress("relay", f"reachable through a relay; computes with {engine_name} on {device}"))
+            await reach_relays(node, report)
+            report(Progress("load", f"computes with {engine_name} on {device}"))
             async with open_engine() as engine:
                 yield Member(
                     invitation,

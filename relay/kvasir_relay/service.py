@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from kvasir_peer import running
 from kvasir_peer.errors import SettingsError
 from kvasir_peer.identity import KEY_FILE, load_or_create
 from kvasir_relay import invites, logs, month, systemd
@@ -42,10 +43,13 @@ def run(config: Config, reread: Callable[[], Config]) -> None:
 
     Raises:
         SettingsError: the home, the key or an address cannot be used.
+        UsageError: another relay runs from this home.
     """
     logs.set_up(config.log)
     with ExitStack() as stack:
         home = home_folder(config)
+        # Two with one key would take each other's peers away, and each would count the month alone.
+        stack.enter_context(running.run_from(home, "relay"))
         identity = load_or_create(home / KEY_FILE)
         revoked = invites.read_revoked(home)
         listeners = open_listeners(config.listen)

@@ -15,7 +15,7 @@ import trio
 
 from kvasir_peer.net import maddr
 from kvasir_peer.net.connection import Connection
-from kvasir_peer.net.host import Host, HostLimits, new_host
+from kvasir_peer.net.host import Host, HostLimits, Muxer, new_host
 from kvasir_peer.net.link import Link
 from kvasir_peer.net.node import Node
 from kvasir_peer.net.yamux import MuxedStream
@@ -52,13 +52,17 @@ async def echo_link(link: Link) -> None:
 
 @asynccontextmanager
 async def hosts(
-    count: int = 2, *, limits: HostLimits | None = None, listen: tuple[str, ...] = (LOOPBACK,)
+    count: int = 2,
+    *,
+    limits: HostLimits | None = None,
+    listen: tuple[str, ...] = (LOOPBACK,),
+    muxer: Muxer = "own",
 ) -> AsyncIterator[list[Host]]:
     """Running hosts that answer echo streams."""
     async with AsyncExitStack() as stack:
         running = []
         for _ in range(count):
-            host = new_host(key(), listen=listen, limits=limits)
+            host = new_host(key(), listen=listen, limits=limits, muxer=muxer)
             host.handle(ECHO, echo)
             running.append(await stack.enter_async_context(host.running()))
         yield running

@@ -82,6 +82,29 @@ async def test_what_is_not_taken_is_bounded() -> None:
     assert here.statistics().bytes_queued <= links.QUEUED_BYTES + 60_000
 
 
+async def test_empty_frames_that_are_not_taken_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, there = memory_link_pair()
+    frames = piece(FIRST | LAST, b"") * 5000
+    # They count by what they cost here: no more window is granted, so the rest waits at the sender.
+    there._receive_bytes(memoryview(frames))
+    assert there._withheld == len(frames)
+    # A window that has grown to 16 MiB would still let in millions.
+    monkeypatch.setattr(links, "UNREAD_FRAMES", 6000)
+    with pytest.raises(WireError, match="6000 frames wait to be taken"):
+        there._receive_bytes(memoryview(frames))
+    assert there._unread == 6000
+
+
+async def test_a_small_frame_does_not_keep_the_message_that_it_came_in() -> None:
+    _, there = memory_link_pair()
+    for size, kept in ((10, 10), (8000, 8000), (20_000, 60_000 + 4)):
+        message = struct.pack(">I", FIRST | LAST | size) + bytes(60_000)
+        there._assembler = Assembler(100_000, there._deliver, there._own_received)
+        there._assembler.feed(memoryview(message)[: 4 + size])
+        frame = await there.receive()
+        assert len(frame) == size and len(frame.obj) == kept
+
+
 async def test_a_frame_over_the_limit_is_refused_before_memory_is_taken() -> None:
     here, there = memory_link_pair(max_frame=1000)
     await here.send(bytes(1000))

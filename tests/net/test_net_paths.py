@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 import secrets
+import signal
 import struct
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import pytest
 import trio
-from helpers_net import LOOPBACK, RelayProcess, key, until
+from helpers_net import LOOPBACK, RelayProcess, key, relay_process, until
 
 from kvasir_peer.errors import LinkError
 from kvasir_peer.net import framing, upgrade
@@ -155,6 +157,66 @@ async def test_links_live_through_a_change_of_our_own_address(
         before = near.statistics().frames_received
         await until(lambda: near.statistics().frames_received > before + 20)
         assert not near.closed and not far.closed
+
+
+async def test_a_relay_that_shuts_down_is_left_before_it_closes_and_held_again_afterwards(
+    tmp_path: Path,
+) -> None:
+    """Two relays, circuits alone: links go over to the other relay's without losing a frame."""
+    async with (
+        relay_process(tmp_path / "one", "--drain-time", "30s") as one,
+        relay_process(tmp_path / "two") as two,
+        AsyncExitStack() as stack,
+    ):
+        addresses = [one.address, two.address]
+        a, b = [
+            await stack.enter_async_context(Node.open(key(), relays=addresses, direct=False)) for _ in "ab"
+        ]
+        for node in (a, b):
+            await node.relays_ready(20)
+        relay_id = one.address.rpartition("/")[2]
+        await b.connect(a.peer_id, [f"{one.address}/p2p-circuit/p2p/{a.peer_id}"])
+        async with traffic(a, b) as (near, far):
+            [first] = b.host.connections(a.peer_id)
+            assert first.address == relay_id and near.runs_over(first)
+            one.signal(signal.SIGTERM)
+            with trio.fail_after(10):
+                await until(lambda: len(a.addresses()) == len(b.addresses()) == 1)
+                await until(lambda: not near.runs_over(first), what="the link runs through the other relay")
+                await first.closed.wait()
+            # Nothing held the relay up any longer, so it did not have to wait out its half minute.
+            assert one.process is not None
+            assert await trio.to_thread.run_sync(one.process.wait, 10) == 0
+            before = far.statistics().frames_received
+            await until(lambda: far.statistics().frames_received > before)
+            assert not near.closed and near.path == "relayed"
+        assert "shutting down" in a.relay_words() or "cannot reach" in a.relay_words()
+        one.kill()
+        await one.start()
+        for node in (a, b):
+            await node.relays_ready(10)
+            assert node.relay_words() == "reachable through 2 relays"
+
+
+async def test_the_only_relay_is_used_until_it_closes(tmp_path: Path) -> None:
+    async with (
+        relay_process(tmp_path, "--drain-time", "3s") as relay,
+        pair(relay, direct=(False, False)) as (a, b),
+    ):
+        ends: list[Link] = []
+
+        async def serve(link: Link) -> None:
+            ends.append(link)
+            await link.receive()
+
+        a.handle(STREAM, 1000, serve)
+        await b.open_link(a.peer_id, STREAM)
+        relay.signal(signal.SIGTERM)
+        await until(lambda: a.addresses() == [] and b.addresses() == [])
+        assert a.statistics().relays[0].state == "draining"
+        await b.open_link(a.peer_id, STREAM)
+        await until(lambda: len(ends) == 2)
+        await until(lambda: all(link.closed for link in ends), timeout=10)
 
 
 async def test_nothing_moves_where_one_side_wants_circuits_alone(relay: RelayProcess) -> None:

@@ -217,7 +217,7 @@ async def test_only_an_address_that_worked_is_advertised(
         if not works:
             raise LinkError("our own address does not answer")
 
-    monkeypatch.setattr(circuit, "check", check)
+    monkeypatch.setattr(circuit.CircuitListener, "check", check)
     async with Node.open(key(), relays=[relay.address], direct=False) as node:
         await until(lambda: checked >= 2)
         assert node.addresses() == [] and node.statistics().relays[0].last_error

@@ -351,6 +351,59 @@ async def test_go_away_takes_no_new_streams() -> None:
     assert await inbound[0].receive_some() == b"old ones go on"
 
 
+async def test_a_reset_after_the_end_is_told_once_to_whoever_still_sends() -> None:
+    near, _ = mux()
+    stream = near.open()
+    ends: list[str] = []
+    stream.set_sink(lambda data: None, ends.append)
+    near.feed(memoryview(HEADER.pack(0, WINDOW_UPDATE, FIN, 1, 0)))
+    assert ends == [""]
+    near.feed(memoryview(HEADER.pack(0, WINDOW_UPDATE, RST, 1, 0)))
+    near.lose("the connection is gone")
+    assert ends == ["", "the other side reset the stream"]
+
+
+async def test_small_pieces_that_nobody_takes_cost_their_bytes_and_no_more() -> None:
+    """Each as a view would keep the message that it came in: 64 KiB for one byte."""
+    far, inbound = mux(initiator=False)
+    count = 20_000
+    padding = HEADER.pack(0, PING, ACK, 0, 9) * 100
+    far.feed(memoryview(HEADER.pack(0, WINDOW_UPDATE, SYN, 1, 0)))
+    for _ in range(count):
+        far.feed(memoryview(bytes(HEADER.pack(0, DATA, 0, 1, 1) + b"x" + padding)))
+    assert far.buffered_bytes == count
+    assert not inbound[0]._chunks and len(inbound[0]._small) == count
+    far.feed(memoryview(HEADER.pack(0, DATA, 0, 1, 1000) + b"y" * 1000))
+    far.feed(memoryview(HEADER.pack(0, DATA, FIN, 1, 1) + b"z"))
+    received = bytearray()
+    while data := await inbound[0].receive_some():
+        received += data
+    assert bytes(received) == b"x" * count + b"y" * 1000 + b"z"
+    assert far.buffered_bytes == 0
+
+
+async def test_streams_that_are_opened_and_reset_without_end_close_the_connection(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """No bound of open streams is met by that, and each costs a task."""
+    far, _ = mux(initiator=False)
+    frames_of = (
+        HEADER.pack(0, WINDOW_UPDATE, SYN, number, 0) + HEADER.pack(0, WINDOW_UPDATE, RST, number, 0)
+        for number in range(1, 2**20, 2)
+    )
+    for _ in range(int(yamux.STREAMS_AT_ONCE)):
+        far.feed(memoryview(next(frames_of)))
+    await trio.sleep(1)
+    for _ in range(int(yamux.STREAMS_PER_SECOND)):
+        far.feed(memoryview(next(frames_of)))
+    pulled(far)
+    with pytest.raises(WireError) as caught:
+        for _ in range(100):
+            far.feed(memoryview(next(frames_of)))
+    assert caught.value.code == "flood"
+    assert not far.streams
+
+
 async def test_a_reset_in_a_data_frame_is_seen() -> None:
     near, _ = mux()
     stream = near.open()

@@ -73,6 +73,7 @@ class Conversation:
             "returned": self.returned,
             "failure": self.failure,
             "path": figures.path,
+            "address": self.link._connection.address if self.link._connection is not None else "",
             "path_changes": figures.path_changes,
             "round_trip_p50": figures.round_trip_p50,
         }

@@ -28,6 +28,8 @@ def test_links_become_direct_where_they_can_and_no_frame_is_lost_or_repeated(
 
         through_holes.wait_for_path("direct", "through two NATs that keep ports")
         at_home.wait_for_path("direct", "inside one home")
+        assert at_home.state()["address"].startswith("/ip4/192.168.30."), "it leads round by the router"
+        assert through_holes.state()["address"].startswith("/ip4/11.0.0.30/")
         wait(lambda: network.unasked(HOME_A, HOME_B) > knocks, "b has knocked at the router of a in vain")
         for conversation in (through_holes, never_direct, at_home):
             conversation.go_on()

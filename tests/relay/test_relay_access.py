@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
+import re
 import secrets
 import socket
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -405,8 +408,45 @@ async def test_our_own_peers_show_their_invites_by_themselves() -> None:
         _, good = invites.create(relay.identity, relay.identity.peer_id, not_after=2_000_000_000)
         _, foreign = invites.create(ISSUER, STRANGER.peer_id, not_after=2_000_000_000)
         async with Node.open(secrets.token_bytes(32), relays=[address], invites=[foreign]) as without:
-            with pytest.raises(LinkError, match="no place"):
+            with pytest.raises(LinkError, match=r"no place .*\(no_invite\); give one with --relay-invite$"):
                 await without.relays_ready(2)
         async with Node.open(secrets.token_bytes(32), relays=[address], invites=[foreign, good]) as invited:
             await invited.relays_ready(PATIENCE)
             assert invited.addresses()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"access__deny_peers": "OWN"}, "denied_peer"),
+        ({"limits__reservations": 1}, r"refuses reservations \(reservations\)"),
+        ({"access__private_peers": "refuse"}, r"\(private_address\); it serves nobody from its own network"),
+    ],
+    ids=["peer", "reservations", "private"],
+)
+async def test_owners_read_which_limit_or_rule_it_was(settings: dict[str, Any], words: str) -> None:
+    identity = Identity.generate()
+    values = {name: [identity.peer_id] if value == "OWN" else value for name, value in settings.items()}
+    async with running_relay(**values) as relay, joined_if_possible(relay):
+        said: list[str] = []
+        address = relay.full_addresses[0]
+        async with Node.open(identity.private_key, relays=[address], direct=False) as node:
+            node.on_relays(said.append)
+            await until(lambda: node.statistics().relays[0].failures)
+            assert node.addresses() == []
+            if "denied" in words:  # it is let in no further than the door, where nothing can be said
+                assert node.relay_words().startswith("not reachable: ")
+                return
+            assert re.search(words, node.statistics().relays[0].last_error)
+            assert re.search(words, said[-1])
+            assert "\n" not in said[-1]
+
+
+@contextlib.asynccontextmanager
+async def joined_if_possible(relay: Relay) -> AsyncIterator[None]:
+    """Somebody who holds a place, so that it is taken."""
+    async with running_peers(1) as (other,):
+        await other.join(relay)
+        with contextlib.suppress(Refused):
+            await other.reserve()
+        yield

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import trio
 from helpers_relay import (
+    PATIENCE,
     HopMessage,
     Refused,
     joined,
@@ -19,7 +20,8 @@ from helpers_relay import (
 
 from kvasir_peer.errors import LinkError
 from kvasir_peer.identity import Identity
-from kvasir_peer.net import upstream
+from kvasir_peer.net import circuit, upstream
+from kvasir_peer.net.node import Node
 from kvasir_peer.net.yamux import MuxedStream
 from kvasir_relay.server import Relay
 
@@ -113,17 +115,17 @@ async def test_a_lost_end_is_told_to_the_other_and_gives_its_place_back() -> Non
         assert relay.statistics().shaper.peers == 0
 
 
-async def test_a_reset_after_a_half_close_ends_the_circuit_when_the_other_side_sends() -> None:
+async def test_a_reset_after_a_half_close_ends_the_circuit() -> None:
+    """The other side is told though it neither reads nor sends: it would keep the circuit's place otherwise."""
     async with running_relay() as relay, joined(relay, 2) as (source, target):
         near, far = await joined_circuit(source, target)
         near.finish()
         assert await far.receive_some() == b""
         near.reset()
-        with pytest.raises(LinkError), trio.fail_after(5):
-            while True:
-                await far.send_all(b"is anybody there")
-                await trio.sleep(0.01)
         await until(lambda: nothing_held(relay))
+        await until(lambda: far.closed)
+        with pytest.raises(LinkError):
+            await far.send_all(b"is anybody there")
 
 
 async def test_a_receiver_that_stands_still_costs_one_window_and_no_more() -> None:
@@ -353,3 +355,59 @@ async def test_streams_of_one_peer_are_bounded() -> None:
         [member] = relay.members()
         await until(lambda: member.connection.mux.violations.get("streams", 0) == 80)
         assert len(member.connection.mux.streams) <= 20
+
+
+async def test_our_peers_check_their_address_cheaply_and_only_when_nobody_else_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvasir_peer.net.relays.CHECK_S", 0.2)
+    async with running_relay() as relay:
+        address = relay.full_addresses[0]
+        async with Node.open(Identity.generate().private_key, relays=[address], direct=False) as node:
+            await node.relays_ready(PATIENCE)
+            await until(lambda: relay.counters.circuits >= 3)
+            assert node.statistics().relays[0].checked is True
+            carried = relay.statistics().counters.bytes_to_target / relay.counters.circuits
+            assert carried <= circuit.CHECK_BYTES, "a check is not a handshake"
+            monkeypatch.setattr("kvasir_peer.net.relays.CHECK_S", 30.0)
+            async with Node.open(Identity.generate().private_key) as other:
+                await other.connect(node.peer_id, node.addresses())
+                # Somebody has come that way within CHECK_S: no dial of our own is needed.
+                before = relay.counters.circuits
+                supervisor = node._supervisors[relay.identity.peer_id]
+                checks = []
+                monkeypatch.setattr(supervisor._listener, "check", checks.append)
+                await supervisor._check(only(node.host, relay.identity.peer_id))
+                assert not checks and relay.counters.circuits == before
+                assert supervisor.statistics().checked is True
+
+
+async def test_an_address_at_a_relay_that_forwards_nothing_is_not_advertised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from kvasir_relay.circuits import Flow
+
+    monkeypatch.setattr("kvasir_peer.net.circuit.CHECK_S", 0.3)
+    receive_there = Flow.receive
+    monkeypatch.setattr(Flow, "receive", lambda self, data: None)
+    async with running_relay() as relay:
+        address = relay.full_addresses[0]
+        async with Node.open(Identity.generate().private_key, relays=[address], direct=False) as node:
+            await until(lambda: "does not answer" in node.statistics().relays[0].last_error)
+            assert node.addresses() == []
+            assert node.relay_words().endswith("does not answer")
+            # Nor by other bytes than those that were sent.
+            monkeypatch.setattr(
+                Flow, "receive", lambda self, data: receive_there(self, memoryview(bytes(len(data))))
+            )
+            await until(lambda: node.statistics().relays[0].failures >= 2)
+            assert node.addresses() == []
+            monkeypatch.setattr(Flow, "receive", receive_there)
+            await node.relays_ready(PATIENCE)
+            assert node.addresses()
+
+
+def only(host: Any, peer: str) -> Any:
+    """The one connection to a peer."""
+    [connection] = host.connections(peer)
+    return connection

@@ -17,6 +17,7 @@ from helpers_relay import (
     PATIENCE,
     Peer,
     Refused,
+    command,
     environment,
     joined,
     joined_circuit,
@@ -229,6 +230,25 @@ async def test_a_restart_keeps_the_identity_and_the_count_of_the_month(tmp_path:
         assert json.loads((tmp_path / "month.json").read_text())["bytes"] == expected
     assert len(names) == 1
     assert (tmp_path / "identity.key").stat().st_mode & 0o777 == 0o600
+
+
+async def test_two_relays_do_not_run_from_one_home(tmp_path: Path) -> None:
+    with relay_process(tmp_path) as relay:
+        second = await trio.run_process(
+            command("--home", str(tmp_path), "--listen", "/ip4/127.0.0.1/tcp/0"),
+            env=environment(),
+            capture_stdout=True,
+            capture_stderr=True,
+            check=False,
+        )
+        assert second.returncode == 2
+        [line] = second.stderr.decode().splitlines()
+        assert f"a relay (process {relay.process.pid}) already runs from {tmp_path}" in line
+        assert second.stdout == b""
+        relay.process.kill()
+        relay.process.wait()
+    with relay_process(tmp_path):
+        pass  # a lock ends with its process
 
 
 async def test_systemd_is_told(tmp_path: Path) -> None:

@@ -145,6 +145,7 @@ def test_one_process_per_home(tmp_path):
         "import sys\nfrom pathlib import Path\nfrom kvasir_peer import running\n"
         "from kvasir_peer.progress import Progress\n"
         f"with running.run_from(Path({str(tmp_path)!r}), 'stage') as notice:\n"
+        "    notice.report(Progress('relay', 'reachable through 2 relays'))\n"
         "    notice.report(Progress('ready', 'layers 0 to 9'))\n"
         "    print('up', flush=True)\n    sys.stdin.read()\n"
     )
@@ -161,7 +162,9 @@ def test_one_process_per_home(tmp_path):
         assert (found.role, found.pid, found.text) == ("stage", other.pid, "ready: layers 0 to 9")
         settings.save_ticket(tmp_path, a_ticket())
         refused(kvasir("stage", "--home", tmp_path), rf"a stage \(process {other.pid}\) already runs")
-        assert f"stage (process {other.pid})" in kvasir("status", "--home", tmp_path).stdout
+        shown = kvasir("status", "--home", tmp_path).stdout
+        assert f"stage (process {other.pid})" in shown
+        assert "relays   reachable through 2 relays\n" in shown
     finally:
         other.kill()
         other.wait()
