@@ -113,7 +113,7 @@ class Stage:
             self._head = HeadState(plan, policy)
             self._epoch = HeadEpoch(*arguments, state=self._head, sign=self._key.sign)
         else:
-            self._head, self._epoch = None, StageEpoch(*arguments)
+            self._head, self._epoch = None, StageEpoch(*arguments, sign=self._key.sign)
         self._changed.set()
         self._changed = trio.Event()
         self._nursery.start_soon(self._run, self._epoch)

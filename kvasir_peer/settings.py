@@ -437,9 +437,9 @@ class StageSettings(ComputingSettings):
         whole(1, 1024), 2, "Busy slots from which on routed experts go to volunteers."
     )
     checks: str = option(
-        choice("strict", "sampled"),
-        "strict",
-        "strict computes every row of a volunteer again before it is used.",
+        choice("sampled", "strict"),
+        "sampled",
+        "strict has every row of a volunteer computed twice before it is used.",
     )
 
 
@@ -474,7 +474,7 @@ class CoordinatorSettings(ComputingSettings):
     checks: str = option(
         choice("sampled", "strict"),
         "sampled",
-        "strict computes every row of a volunteer again before it is used.",
+        "strict has every row of a volunteer computed twice before it is used.",
     )
     remote: str = option(
         choice("auto", "all"), "auto", "all sends away whatever volunteers cover, busy or not.", flag=False

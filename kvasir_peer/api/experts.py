@@ -17,7 +17,9 @@ from kvasir_peer.experts.volunteering import (
     MAX_WAIT,
     Ask,
     Coverage,
+    DispatchReport,
     Given,
+    Heard,
     Join,
     Joined,
     MapAnswer,
@@ -44,6 +46,10 @@ class ExpertsService(Protocol):
         """A coordinator is there; RefusedError."""
         ...
 
+    async def dispatcher(self, peer: str, report: DispatchReport) -> None:
+        """What a dispatching stage has seen; RefusedError."""
+        ...
+
     async def dispatch_map(self, model: str, after: int, wait: float) -> MapAnswer:
         """The signed map; KeyError for an unknown model."""
         ...
@@ -66,6 +72,7 @@ def expert_routes(service: ExpertsService) -> list[Route]:
     asks = msgspec.json.Decoder(Ask)
     claims = msgspec.json.Decoder(Coverage)
     joins = msgspec.json.Decoder(Join)
+    reports = msgspec.json.Decoder(DispatchReport)
 
     async def parse(request: Request, decoder: Any) -> Any:
         body = await bounded_body(request, MAX_BODY_BYTES)
@@ -119,6 +126,19 @@ def expert_routes(service: ExpertsService) -> list[Route]:
         except RefusedError as refusal:
             return error(403, str(refusal))
 
+    async def dispatcher(request: Request) -> Response:
+        peer = peer_of(request)
+        if peer is None:
+            return error(403, "a stage reports over libp2p, where its key proves who it is")
+        report = await parse(request, reports)
+        if isinstance(report, Response):
+            return report
+        try:
+            await service.dispatcher(peer, report)
+        except RefusedError as refusal:
+            return error(403, str(refusal))
+        return answer(Heard())
+
     async def dispatch_map(request: Request) -> Response:
         peer = peer_of(request)
         if peer is not None and not service.admitted(peer):
@@ -145,6 +165,7 @@ def expert_routes(service: ExpertsService) -> list[Route]:
         Route("/api/expert-volunteer", volunteer, methods=["GET", "POST"]),
         Route("/api/expert-coverage", coverage, methods=["POST"]),
         Route("/api/coordinator", coordinator, methods=["POST"]),
+        Route("/api/dispatcher", dispatcher, methods=["POST"]),
         Route("/api/dispatch-map", dispatch_map, methods=["GET"]),
         Route("/api/expert-demand", demand, methods=["GET"]),
         Route("/api/moe/recruitment", recruitment, methods=["GET"]),

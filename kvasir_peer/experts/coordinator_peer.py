@@ -331,9 +331,6 @@ class CoordinatorPeer:
             if isinstance(message, wire.SlotsWanted):
                 await link.send(codec.encode(self._slots(message.nonce)))
             elif isinstance(message, ring.Submit):
-                message.sampling.check(top_logprobs=welcome.top_logprobs)
-                if any(not 0 <= token < welcome.vocab for token in message.tokens):
-                    raise WireError("token", "a prompt has a token outside the vocabulary")
                 taken.add(message.request)
                 core.submit(message)
             elif isinstance(message, ring.Cancel):
@@ -372,10 +369,7 @@ class CoordinatorPeer:
             figures.local_pairs,
             figures.remote_pairs,
             tuple(sorted(figures.heat.items())),
-            tuple(
-                wire.WorkerRows(worker.peer, worker.rows, worker.checked)
-                for worker in figures.workers[: wire.MAX_WORKERS]
-            ),
-            tuple((peer, why[:200]) for peer, why in figures.caught[-64:]),
+            tuple(wire.WorkerRows(*work) for work in figures.work[-wire.MAX_WORKERS :]),
+            tuple((peer, why[:200]) for peer, why in figures.caught[-wire.MAX_CAUGHT :]),
             figures_of(figures),
         )

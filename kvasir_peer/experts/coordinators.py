@@ -45,7 +45,7 @@ NOBODY = "no coordinator serves this model"
 
 @dataclass(frozen=True)
 class CoordinatorStatistics:
-    """Counters grow for ever."""
+    """Counters grow for ever; ``refused``: frames that no coordinator can mean, each of which ended a link."""
 
     coordinators: int
     active: int
@@ -55,6 +55,7 @@ class CoordinatorStatistics:
     cancelled: int
     resubmitted: int
     tokens: int
+    refused: int = 0
 
 
 @dataclass
@@ -110,7 +111,7 @@ class Coordinators:
         self._ids = itertools.count(secrets.randbits(62))
         self._nonces = itertools.count(1)
         self._submitted = self._finished = self._failed = self._cancelled = self._resubmitted = 0
-        self._tokens = 0
+        self._tokens = self._refused = 0
 
     @property
     def attached(self) -> bool:
@@ -138,6 +139,7 @@ class Coordinators:
                     patience.succeeded()
                     await self._serve(attached)
                 except (LinkError, WireError, RefusedError) as error:
+                    self._refused += isinstance(error, WireError)
                     logger.info("coordinator %s: %s", peer, error)
                 kick = self._kicks[peer] = trio.Event()
                 await patience.pause(kick)
@@ -395,4 +397,5 @@ class Coordinators:
             self._cancelled,
             self._resubmitted,
             self._tokens,
+            self._refused,
         )

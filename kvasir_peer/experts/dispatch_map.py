@@ -17,6 +17,7 @@ MAX_WORKERS = 4096
 MAX_DISPATCHERS = 256
 MAX_MAP_BYTES = 8 << 20
 _MAX_TEXT = 512
+_MAX_SECONDS = 1e11  # three thousand years
 _DOMAIN = b"kvasir dispatch map 1\0"
 
 Verify = Callable[[str, bytes, bytes], bool]
@@ -94,11 +95,19 @@ class DispatchMap(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
             raise PlanError(
                 f"dispatch map of {len(self.workers)} workers, {len(self.dispatchers)} dispatchers"
             )
+        if not (0 <= self.version <= 1 << 63 and 0 <= self.issued <= _MAX_SECONDS):
+            raise PlanError(f"dispatch map: version {self.version}, issued {self.issued}")
+        if any(len(dispatcher.peer) > 128 for dispatcher in self.dispatchers):
+            raise PlanError("dispatch map: a dispatcher's peer id is too long")
+        if len({worker.peer for worker in self.workers}) < len(self.workers):
+            raise PlanError("dispatch map: a worker is named twice")
         for worker in self.workers:
             if len(worker.ranges) > MAX_RANGES or len(worker.addresses) > 16:
                 raise PlanError(f"dispatch map: {worker.peer[:80]} has too many ranges or addresses")
             if any(len(address) > _MAX_TEXT for address in worker.addresses) or len(worker.peer) > 128:
                 raise PlanError("dispatch map: an address or peer id is too long")
+            if not 0 <= worker.expires_in <= _MAX_SECONDS:
+                raise PlanError(f"dispatch map: the coverage of {worker.peer} ends in {worker.expires_in} s")
             if any(
                 not (0 <= layer < self.n_layer and 0 <= lo < hi < 0xFFFF) for layer, lo, hi in worker.ranges
             ):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import trio
+from numpy.typing import NDArray
 
 from kvasir_peer.engines.base import F32
 from kvasir_peer.errors import EngineError, KvasirError, LinkError, RefusedError, WireError
@@ -107,11 +108,13 @@ class DispatchStatistics:
         local_pairs, remote_pairs: row-expert pairs whose sums came from the own experts, from workers.
         fallbacks: parts that no worker answered in time. ``hedges``: parts that were sent twice.
         shadows, checks, skipped_checks: tries and checks made; checks given up because too many waited.
-        refused_sums: answers that were plainly wrong.
+        refused_sums: answers that were plainly wrong. ``refused_maps``: old ones, and another model's.
         frames: sent to workers; ``late``: those that missed their deadline.
+        twice: parts that two workers computed and agreed on.
         caught: workers found to lie, and why.
         heat: rows routed in each layer.
         workers: those in the map.
+        work: (peer, rows used, rows found right) of all that have worked here, those that have left included.
     """
 
     mode: str
@@ -127,9 +130,12 @@ class DispatchStatistics:
     refused_sums: int
     frames: int
     late: int
+    refused_maps: int
+    twice: int
     caught: tuple[tuple[str, str], ...]
     heat: Mapping[int, int]
     workers: tuple[WorkerFigures, ...]
+    work: tuple[tuple[str, int, int], ...]
 
 
 @dataclass
@@ -283,7 +289,16 @@ class Dispatcher:
     def follow(self, value: DispatchMap) -> None:
         """Attach to the workers of a newer map, and let go of those that are gone."""
         assert self._nursery is not None, "run() runs"
-        if self._map is not None and value.version <= self._map.version:
+        newest = self._map.version if self._map is not None else 0
+        if value.model != self.config.model or value.version <= newest:
+            self._counts["refused_maps"] += 1
+            logger.info(
+                "a dispatch map is refused: version %d of %s, here is %d of %s",
+                value.version,
+                value.model,
+                newest,
+                self.config.model,
+            )
             return
         self._map = value
         now = trio.current_time()
@@ -308,7 +323,6 @@ class Dispatcher:
         known.scope.cancel()
         self._former.pop(peer, None)
         self._verifier.forget(peer)
-        self.exposure.forget(peer)
 
     async def _attach(self, known: _Known, value: DispatchMap) -> None:
         """Keep a link to a worker for as long as it is in the map."""
@@ -503,14 +517,23 @@ class Dispatcher:
         state = self._known[peer].state if peer in self._known else None
         settling = _Settling(part)
         if state is not None:
-            self._start(settling, peer, loaded)
-            with trio.move_on_after(state.latency.hedge_after(_scale(state, part))):
+            able = [w for w in workers if w.peer != peer and self._usable(w.peer)]
+            twin = self._twin(part, able) if self.config.mode == "strict" else None
+            patience = state.latency.hedge_after(_scale(state, part))
+            if twin is not None:
+                patience = max(patience, twin.latency.hedge_after(_scale(twin, part)))
+                settling.attempts += 1
+                pair = (self._known[peer], self._known[twin.peer])
+                self._nursery.start_soon(self._attempt_twice, settling, pair, loaded)
+            else:
+                self._start(settling, peer, loaded)
+            with trio.move_on_after(patience):
                 await settling.wait()
             if settling.sums is None and settling.attempts:
                 self._counts["hedges"] += 1
                 able = [w for w in workers if w.peer != peer and self._usable(w.peer)]
                 other = hedge_for(state, able, part.layer, part.experts)
-                if other != LOCAL:
+                if other != LOCAL and twin is None:
                     self._start(settling, other, loaded)
                 else:
                     settling.attempts += 1
@@ -552,17 +575,74 @@ class Dispatcher:
             self._served(known, answer, loaded=loaded)
             sums = answer.sums
             if self.config.mode == "strict":
-                if await self._check(known, part, sums, "ring"):
-                    settling.offer(sums, peer)
-                return
-            if settling.offer(sums, peer):
-                if part.origins:
-                    self.exposure.used(peer, part.origins)
-                if len(picks):
-                    self._check_later(known, part.only(picks), sums[picks])
+                if await self._check(known, part, sums, "ring") and settling.offer(sums, peer):
+                    self._verifier.used(peer, len(part.rows))
+            elif settling.offer(sums, peer):
+                self._verifier.used(peer, len(part.rows))
+                self._used_unchecked(known, part, sums, picks)
+        except EngineError as error:
+            logger.info("a check was given up: %s", error)
         finally:
             settling.attempts -= 1
             settling.tell()
+
+    def _twin(self, part: RoutedPart, able: Sequence[policy.Worker]) -> policy.Worker | None:
+        """Who computes a part a second time: drawn by lot, so that nobody can arrange to check itself."""
+        found = [w for w in able if all(w.covers(part.layer, e) for e in part.experts)]
+        return secrets.choice(found) if found else None
+
+    async def _attempt_twice(self, settling: _Settling, pair: tuple[_Known, _Known], loaded: bool) -> None:
+        """The same rows from two workers: what they agree on counts, else the own experts say who is right."""
+        part = settling.part
+        picks = [self._verifier.plan(known.entry.peer, len(part.rows), twice=True) for known in pair]
+        answers: list[_Answer | None] = [None, None]
+
+        async def ask(place: int) -> None:
+            answers[place] = await self._ask(pair[place], part, shadow=False)
+
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask, 0)
+                nursery.start_soon(ask, 1)
+            found = [
+                (known, answer, picked)
+                for known, answer, picked in zip(pair, answers, picks, strict=True)
+                if answer is not None and known.entry.peer not in self._caught
+            ]
+            for known, answer, _ in found:
+                self._served(known, answer, loaded=loaded)
+            if settling.sums is not None:
+                return  # the own experts were quicker
+            if len(found) == 2 and self._agree(pair, found[0][1].sums, found[1][1].sums):
+                self._counts["twice"] += 1
+                settling.offer(found[0][1].sums, pair[0].entry.peer)
+                for known, answer, picked in found:
+                    self._verifier.used(known.entry.peer, len(part.rows), agreed=True)
+                    self._used_unchecked(known, part, answer.sums, picked)
+                return
+            for known, answer, _ in found:
+                if await self._check(known, part, answer.sums, "ring") and settling.offer(
+                    answer.sums, known.entry.peer
+                ):
+                    self._verifier.used(known.entry.peer, len(part.rows))
+        except EngineError as error:
+            logger.info("a check was given up: %s", error)
+        finally:
+            settling.attempts -= 1
+            settling.tell()
+
+    def _agree(self, pair: tuple[_Known, _Known], one: F32, other: F32) -> bool:
+        assert self._map is not None
+        exact = all(known.link is not None and known.link.precision == "exact" for known in pair)
+        bounds = bounds_for(self._map.dtype, "exact" if exact else "fast")
+        return bool((differences(one, other, bounds) <= bounds.soft).all())
+
+    def _used_unchecked(self, known: _Known, part: RoutedPart, sums: F32, picks: NDArray[np.intp]) -> None:
+        """Rows that count before they are checked: remember whose they are, and have some computed again."""
+        if part.origins:
+            self.exposure.used(known.entry.peer, part.origins)
+        if len(picks):
+            self._check_later(known, part.only(picks), sums[picks])
 
     async def _ask(self, known: _Known, part: RoutedPart, *, shadow: bool) -> _Answer | None:
         """A worker's sums, or None where it failed, which is noted."""
@@ -740,9 +820,12 @@ class Dispatcher:
             count["refused_sums"],
             count["frames"],
             count["late"],
+            count["refused_maps"],
+            count["twice"],
             tuple(self._caught.items()),
             dict(self._heat),
             tuple(figures),
+            self._verifier.work(),
         )
 
     @property

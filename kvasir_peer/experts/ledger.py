@@ -21,6 +21,9 @@ CREATE TABLE IF NOT EXISTS admitted (peer TEXT PRIMARY KEY, secret BLOB NOT NULL
 """
 
 
+MOST = 1 << 62  # of a sum: one more addition still fits SQLite's integers
+
+
 @dataclass(frozen=True)
 class Given:
     """What one peer has given: rows that were used, rows computed again and found right; Unix times."""
@@ -52,15 +55,16 @@ class Ledger:
         except (sqlite3.Error, OSError) as error:
             raise SettingsError(f"the ledger {path} can't be used: {error}") from None
 
-    def add(self, rows: Iterable[tuple[str, int, int]]) -> None:
-        """Count ``(peer, rows, checked)`` on top of what is known."""
+    def add(self, rows: Iterable[tuple[str, int, int]], keep: Mapping[str, bytes] | None = None) -> None:
+        """Count ``(peer, rows, checked)`` on top of what is known, and :meth:`keep` things: all of it or nothing."""
         now = time.time()
         with self._mutex, self._base:
             self._base.executemany(
                 "INSERT INTO given VALUES (?1, ?2, ?3, ?4, ?4) ON CONFLICT (peer) DO UPDATE SET "
-                "rows = rows + ?2, checked = checked + ?3, last = ?4",
+                f"rows = MIN(rows, {MOST}) + ?2, checked = MIN(checked, {MOST}) + ?3, last = ?4",
                 [(peer, count, checked, now) for peer, count, checked in rows],
             )
+            self._base.executemany("INSERT OR REPLACE INTO kept VALUES (?, ?)", list((keep or {}).items()))
 
     def given(self) -> list[Given]:
         """All peers, those that gave most first."""

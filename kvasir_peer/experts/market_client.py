@@ -19,7 +19,9 @@ from kvasir_peer.experts.patience import Patience
 from kvasir_peer.experts.volunteering import (
     Ask,
     Coverage,
+    DispatchReport,
     Given,
+    Heard,
     Join,
     Joined,
     MapAnswer,
@@ -74,6 +76,10 @@ class MarketClient:
     async def join(self, body: Join) -> Joined:
         """``POST /api/coordinator``. Raises LinkError, RefusedError."""
         return await self._call("POST", "/api/coordinator", body, body.wait, Joined)
+
+    async def report(self, body: DispatchReport) -> None:
+        """``POST /api/dispatcher``. Raises LinkError, RefusedError."""
+        await self._call("POST", "/api/dispatcher", body, 0.0, Heard)
 
     async def dispatch_map(self, model: str, after: int, wait: float) -> DispatchMap | None:
         """The map of a model (name or manifest id) if it is newer than ``after``, waiting for one.

@@ -7,14 +7,14 @@ import hmac
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import trio
 
-from kvasir_peer.errors import RefusedError
+from kvasir_peer.errors import RefusedError, WireError
 from kvasir_peer.experts import market, market_messages, market_views
 from kvasir_peer.experts.coordinators import Coordinators
 from kvasir_peer.experts.dispatch_map import DispatchMap, MapDispatcher, MapWorker, sign_map
@@ -24,10 +24,12 @@ from kvasir_peer.experts.market_messages import Budget, Decision, Event, ExpertM
 from kvasir_peer.experts.permits import PERMIT_SECONDS, ChunkPermit, sign_permit
 from kvasir_peer.experts.recruitment import DEFAULT_RECRUITMENT, RecruitmentSettings
 from kvasir_peer.experts.roll import Roll, RollCoordinator, RollWorker, decode_roll, encode_roll
-from kvasir_peer.experts.tallies import Tallies
+from kvasir_peer.experts.tallies import decode_tallies, encode_tallies
 from kvasir_peer.experts.volunteering import (
     Ask,
+    Claim,
     Coverage,
+    DispatchReport,
     Given,
     Join,
     Joined,
@@ -38,14 +40,12 @@ from kvasir_peer.experts.volunteering import (
     check_claim,
 )
 from kvasir_peer.progress import Progress, Report
-from kvasir_peer.wire import coordinator as wire
 
 if TYPE_CHECKING:
     from kvasir_peer.engines.architectures import ModelShape
     from kvasir_peer.experts.ledger import Ledger
     from kvasir_peer.models.manifest import Manifest
     from kvasir_peer.net.node import Node, PeerEvent
-    from kvasir_peer.wire.coordinator import Slots
 
 logger = logging.getLogger(__name__)
 
@@ -182,10 +182,13 @@ class MarketService:
         self._version = 0
         self._issued = 0.0
         self._newer = trio.Event()
-        self._tallies: Tallies[tuple[str, str]] = Tallies()
+        self._tallies = decode_tallies(ledger.kept("tallies"))
         self._totals = DispatchTotals()
         self._rows = self._checked = 0
         self._given: dict[str, tuple[int, int]] = {}
+        self._claimed: dict[str, float] = {}  # time of the newest claim of each worker
+        self._ring_heat: dict[str, Mapping[int, int]] = {}
+        self.refused: Counter[str] = Counter()  # claims and reports, by reason
         self._modes: dict[str, Mapping[str, object]] = {}
         self._nursery: trio.Nursery | None = None
         offered = expert_model(name, manifest, shape)
@@ -226,6 +229,10 @@ class MarketService:
             return
         peers = tuple(sorted(self._ring.dispatchers()))
         if peers != self._ring_peers:
+            for gone in set(self._ring_peers) - set(peers):
+                self._modes.pop(gone, None)
+                self._totals.gone(gone)
+                self._ring_heat.pop(gone, None)
             self._ring_peers = peers
             self._issue()
             event = market_messages.CoordinatorUp(RING, self.name) if peers else None
@@ -443,11 +450,15 @@ class MarketService:
         Raises:
             RefusedError: no ticket, or somebody else's claim. WireError: a claim that is not good.
         """
-        claim = check_claim(body, self._node.peer_id, time.time(), self._verify)
+        try:
+            claim = self._claim(caller, body)
+        except WireError as error:
+            self.refused[error.code] += 1
+            raise
+        except RefusedError:
+            self.refused["stranger"] += 1
+            raise
         peer = claim.peer
-        if caller is not None and caller != peer:
-            raise RefusedError("coverage is registered by the key that serves it", peer=caller)
-        self._admit(peer, body.secret)
         if claim.leaving:
             self._apply(market_messages.WorkerLeft(peer))
             return Wiring(False, "left", retire=True)
@@ -481,6 +492,18 @@ class MarketService:
         if peer in self._retire:
             return Wiring(False, self._retire[peer], retire=True)
         return Wiring(True, expires_in=max(0.0, wired.expires_at - trio.current_time()))
+
+    def _claim(self, caller: str | None, body: Coverage) -> Claim:
+        claim = check_claim(body, self._node.peer_id, time.time(), self._verify)
+        peer = claim.peer
+        if caller is not None and caller != peer:
+            raise RefusedError("coverage is registered by the key that serves it", peer=caller)
+        # Who speaks over libp2p has proved its key just now; over TCP a claim may be one that somebody has kept.
+        if caller is None and claim.time <= self._claimed.get(peer, 0.0):
+            raise WireError("stale", "the coverage claim was made before one that is known", peer=peer)
+        self._admit(peer, body.secret)
+        self._claimed[peer] = max(claim.time, self._claimed.get(peer, 0.0))
+        return claim
 
     # -- the dispatch map -----------------------------------------------------------------------------------
 
@@ -578,7 +601,10 @@ class MarketService:
         if peer == RING:
             reading = self._ring.slots() if self._ring is not None else None
             if reading is not None:
-                self._apply(market_messages.SlotsRead(RING, reading))
+                heat: Counter[int] = Counter()
+                for of_stage in self._ring_heat.values():
+                    heat.update(of_stage)
+                self._apply(market_messages.SlotsRead(RING, reading, heat or None))
             else:
                 self._apply(market_messages.SlotsUnread(RING))
             return
@@ -587,8 +613,7 @@ class MarketService:
             self._apply(market_messages.SlotsUnread(peer))
             return
         now = trio.current_time()
-        heat = {layer: rows for layer, rows in found.heat[:1024] if rows >= 0}
-        reading = SlotReading(max(0, found.busy), max(1, found.total), max(0, found.queue), now)
+        reading = SlotReading(found.busy, max(1, found.total), found.queue, now)
         self._modes[peer] = {
             "mode": found.mode,
             "local_pairs": found.local_pairs,
@@ -596,11 +621,36 @@ class MarketService:
             **msgspec.structs.asdict(found.figures),
         }
         self._totals.told(peer, found.run, found.local_pairs, found.remote_pairs, found.figures)
-        self._apply(market_messages.SlotsRead(peer, reading, heat))
-        for caught, why in found.caught[:256]:
-            if caught not in self._state.quarantine:
-                await self._quarantine(caught, why[:300])
-        self._count(peer, found)
+        self._apply(market_messages.SlotsRead(peer, reading, dict(found.heat)))
+        await self._take_caught(found.caught)
+        self._count(peer, found.run, ((w.peer, w.rows, w.checked) for w in found.workers))
+
+    async def dispatcher(self, peer: str, report: DispatchReport) -> None:
+        """What a stage of the ring has seen of workers.
+
+        Raises:
+            RefusedError: it is not one that the dispatch map names, or speaks of another model.
+        """
+        if peer not in self._dispatchers() or report.model != self._manifest.id:
+            self.refused["report"] += 1
+            raise RefusedError("only who is named by this model's dispatch map reports on workers", peer=peer)
+        self._modes[peer] = {
+            "mode": report.mode,
+            "local_pairs": report.local_pairs,
+            "remote_pairs": report.remote_pairs,
+            **msgspec.structs.asdict(report.figures),
+        }
+        self._totals.told(peer, report.run, report.local_pairs, report.remote_pairs, report.figures)
+        self._ring_heat[peer] = dict(report.heat)
+        await self._take_caught(report.caught)
+        self._count(peer, report.run, ((w.peer, w.rows, w.checked) for w in report.workers))
+
+    async def _take_caught(self, caught: Iterable[tuple[str, str]]) -> None:
+        for peer, why in caught:
+            if not self.admitted(peer):
+                self.refused["unknown worker"] += 1  # nobody who could come here is kept out by it
+            elif peer not in self._state.quarantine:
+                await self._quarantine(peer, why[:300])
 
     async def _quarantine(self, peer: str, why: str) -> None:
         self._tell(Progress("problem", f"the worker {peer} is quarantined: {why}"))
@@ -609,12 +659,14 @@ class MarketService:
         self._worker_news.pop(peer, trio.Event()).set()
         await trio.to_thread.run_sync(self._ledger.quarantine, peer, why)
 
-    def _count(self, coordinator: str, found: Slots) -> None:
+    def _count(self, dispatcher: str, run: int, work: Iterable[tuple[str, int, int]]) -> None:
         told: dict[tuple[str, str], int] = {}
-        for worker in found.workers[: wire.MAX_WORKERS]:
-            if worker.peer in self._admitted:  # nobody else can have given anything
-                told[worker.peer, "rows"], told[worker.peer, "checked"] = worker.rows, worker.checked
-        more = self._tallies.more(coordinator, found.run, told)
+        for peer, rows, checked in work:
+            if self.admitted(peer):
+                told[peer, "rows"], told[peer, "checked"] = rows, checked
+            else:
+                self.refused["unknown worker"] += 1  # nobody else can have given anything
+        more = self._tallies.more(dispatcher, run, told)
         for peer in {peer for peer, _ in more}:
             rows, checked = more.get((peer, "rows"), 0), more.get((peer, "checked"), 0)
             before = self._given.get(peer, (0, 0))
@@ -623,21 +675,28 @@ class MarketService:
             self._checked += checked
 
     async def _write_ledger(self) -> None:
-        while True:
-            await trio.sleep(LEDGER_SECONDS)
-            await self.flush()
+        try:
+            while True:
+                await trio.sleep(LEDGER_SECONDS)
+                await self.flush()
+        finally:
+            with trio.CancelScope(shield=True):  # milliseconds
+                await self._write_given()  # not who takes part: at the end nobody does
 
     async def flush(self) -> None:
         """Write what was given since the last time, and who takes part."""
-        given, self._given = self._given, {}
-        if given:
-            rows = [(peer, count, checked) for peer, (count, checked) in given.items()]
-            await trio.to_thread.run_sync(self._ledger.add, rows)
+        await self._write_given()
         present = self._present()
         anybody = bool(present.workers or present.coordinators)
         if anybody or self._kept_somebody:
             await trio.to_thread.run_sync(self._ledger.keep, "roll", encode_roll(present))
         self._kept_somebody = anybody
+
+    async def _write_given(self) -> None:
+        given, self._given = self._given, {}
+        if given:
+            rows = [(peer, count, checked) for peer, (count, checked) in given.items()]
+            await trio.to_thread.run_sync(self._ledger.add, rows, {"tallies": encode_tallies(self._tallies)})
 
     def statistics(self) -> ExpertsStatistics | None:
         """A snapshot, or None where the model has no experts."""
@@ -656,6 +715,7 @@ class MarketService:
         found = market_views.recruitment(self._state, trio.current_time())
         for one in found:
             one["dispatch"] = dict(self._modes)
+            one["refused_by_reason"] = dict(self.refused)
             one["covered_by"] = [
                 {
                     "peer": worker.peer,

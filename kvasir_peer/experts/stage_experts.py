@@ -1,12 +1,14 @@
 """Expert dispatch for a ring stage: the coordinator's dispatcher, over the layers that the stage has loaded.
 
-A stage can't take back what it has sent on, so its workers' rows are all computed again before they are used
-(``strict``), unless the owner trusts the swarm's volunteers.
+A stage can't take back what it has sent on. When a worker is caught it tells the head which requests have used its
+rows, and from which position on (:mod:`kvasir_peer.ring.taints`), and the bridge whom to keep out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+import secrets
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -14,10 +16,14 @@ import trio
 
 from kvasir_peer.engines.architectures import parse
 from kvasir_peer.engines.orders import ArenaShape
+from kvasir_peer.errors import LinkError, RefusedError
 from kvasir_peer.experts.dispatch_policy import DispatchSettings, SlotReading
 from kvasir_peer.experts.dispatcher import Dispatcher, DispatcherConfig, DispatchStatistics, RowOrigins
 from kvasir_peer.experts.market_client import MarketClient
+from kvasir_peer.experts.market_figures import figures_of
+from kvasir_peer.experts.passing import PassingRequests
 from kvasir_peer.experts.verification import Mode
+from kvasir_peer.experts.volunteering import DispatchReport, Work
 from kvasir_peer.models.gguf import TensorInfo
 from kvasir_peer.models.slices import StageSlice, tensors_of
 from kvasir_peer.wire.experts import rows_bytes
@@ -28,8 +34,11 @@ if TYPE_CHECKING:
     from kvasir_peer.models.manifest import Manifest
     from kvasir_peer.net.node import Node
 
+logger = logging.getLogger(__name__)
+
 EXPERT_BUFFERS = 24  # of the arena, for local parts, stand-ins and checks, beside the batches
 ACTIVE_SECONDS = 3.0  # a slot that had a row within this is busy
+REPORT_SECONDS = 5.0  # between two words to the bridge on what workers have done; at once when one is caught
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,6 @@ class StageExperts:
         precision: of the engine.
         settings, mode: of dispatch and checks.
         verify: checks the bridge's signature.
-        caught: told of a worker that lies, and of the requests that used its rows.
     """
 
     def __init__(
@@ -64,7 +72,6 @@ class StageExperts:
         settings: DispatchSettings,
         mode: Mode,
         verify: Callable[[str, bytes, bytes], bool],
-        caught: Callable[[str, str, Mapping[int, int]], None] = lambda peer, why, rewinds: None,
     ) -> None:
         self._node = node
         self._engine = engine
@@ -74,11 +81,12 @@ class StageExperts:
         self._settings = settings
         self._mode = mode
         self._verify = verify
-        self._caught = caught
         self._loaded: _Loaded | None = None
         self._changed = trio.Event()
         self._dispatcher: Dispatcher | None = None
-        self._slots: dict[int, float] = {}
+        self._requests = PassingRequests()
+        self._taint_news = trio.Event()
+        self._caught_news = trio.Event()
 
     # -- what the stage peer tells --------------------------------------------------------------------------
 
@@ -103,7 +111,7 @@ class StageExperts:
 
     def _set(self, loaded: _Loaded | None) -> None:
         self._loaded = loaded
-        self._slots.clear()
+        self._requests = PassingRequests()
         self._changed.set()
         self._changed = trio.Event()
 
@@ -124,11 +132,14 @@ class StageExperts:
     def pass_of(self, membership: Membership, stage: int) -> tuple[tuple[int, ...], object]:
         """At which layers the next pass hands out its routed rows, and its context for the engine."""
         table = membership.rows[membership.rows["through"] > stage]
-        now = trio.current_time()
-        for slot in table["slot"].tolist():
-            self._slots[slot] = now
+        passed = self._requests.passes(table, trio.current_time())
         if self._dispatcher is None:
             return (), None
+        exposure = self._dispatcher.exposure
+        for request in passed.ended:
+            exposure.finished(request)
+        for request, position in passed.rewound:
+            exposure.rewound(request, position)
         layers = self._dispatcher.layers()
         if not layers:
             return (), None
@@ -138,10 +149,28 @@ class StageExperts:
         )
         return layers, RowOrigins(places, wanted)
 
+    # -- what must be made again: see :class:`~kvasir_peer.ring.taints.TaintSource` -------------------------------
+
+    def taints(self) -> Iterable[tuple[int, tuple[int, int, int]]]:
+        """Requests that used rows of workers that lied, until they have passed again."""
+        return self._requests.taints()
+
+    def taint_news(self) -> trio.Event:
+        """Set as soon as there is more of it than now."""
+        return self._taint_news
+
+    def _caught(self, peer: str, why: str, rewinds: Mapping[int, int]) -> None:
+        if self._requests.taint(rewinds):
+            logger.warning("%d requests are computed again since %s lied: %s", len(rewinds), peer, why)
+            self._taint_news.set()
+            self._taint_news = trio.Event()
+        self._caught_news.set()
+        self._caught_news = trio.Event()
+
     async def _read_slots(self) -> SlotReading:
         """Slots that had rows lately: a stage sees requests only as they pass."""
         now = trio.current_time()
-        busy = sum(now - at <= ACTIVE_SECONDS for at in self._slots.values())
+        busy = self._requests.busy(now, ACTIVE_SECONDS)
         return SlotReading(busy, self._loaded.slots if self._loaded is not None else 1, 0, now)
 
     # -- life -----------------------------------------------------------------------------------------------
@@ -178,9 +207,37 @@ class StageExperts:
             async with trio.open_nursery() as nursery:
                 await nursery.start(dispatcher.run)
                 self._dispatcher = dispatcher
+                nursery.start_soon(self._report, dispatcher, loaded.model, market)
                 await market.follow_map(loaded.model, 0, dispatcher.follow)
         finally:
             self._dispatcher = None
+
+    async def _report(self, dispatcher: Dispatcher, model: str, market: MarketClient) -> None:
+        """Tell the bridge what workers have done for this stage, and at once of those that lied."""
+        run = secrets.randbits(62)
+        told = DispatchReport(model, run)
+        while True:
+            news = self._caught_news
+            figures = dispatcher.statistics()
+            report = DispatchReport(
+                model,
+                run,
+                figures.mode,
+                figures.local_pairs,
+                figures.remote_pairs,
+                tuple(sorted(figures.heat.items())),
+                tuple(Work(*work) for work in figures.work),
+                tuple((peer, why[:200]) for peer, why in figures.caught),
+                figures_of(figures),
+            )
+            try:
+                if report != told:
+                    await market.report(report)
+                    told = report
+            except (LinkError, RefusedError) as error:
+                logger.info("the bridge was not told what workers have done: %s", error)
+            with trio.move_on_after(REPORT_SECONDS):
+                await news.wait()
 
     def statistics(self) -> DispatchStatistics | None:
         """The dispatcher's, or None while nothing with experts is loaded."""

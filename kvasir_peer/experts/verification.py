@@ -7,7 +7,8 @@ and what to think of it. Two modes:
 64. The row is drawn anew in each block of 16 (64) from a secret, so a worker cannot know which of its rows is looked
 at, and one that lies in every row is caught within two blocks.
 
-*strict*: every row is checked before it is used.
+*strict*: every row is checked before it is used, or computed by two workers that agree. Rows of such a pair are
+sampled like those of the first mode, since two workers may be one liar's.
 
 A difference over the *hard* bound is a lie at once. Differences that honest engines show too often are caught by their
 mean: a worker whose last checks differ by more than the *soft* bound on average is out as well.
@@ -31,6 +32,7 @@ Mode = Literal["sampled", "strict"]
 EARLY_BLOCK, EARLY_ROWS = 16, 1000  # one row in 16 for the first thousand rows
 LATE_BLOCK = 64  # then one in 64
 SOFT_CHECKS = 8  # checks over whose mean the soft bound holds
+REMEMBERED = 1024  # workers whose work is counted; those that have been silent longest are forgotten first
 
 # A row whose norm is so many times the largest one seen locally in its layer is refused without computing anything.
 NORM_FACTOR = 64.0
@@ -117,7 +119,6 @@ class Verdict:
 class _Record:
     rows: int = 0
     frames: int = 0
-    checked: int = 0
     block_end: int = 0
     pick: int = -1
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=SOFT_CHECKS))
@@ -125,11 +126,11 @@ class _Record:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """What has been verified of one worker (for the ledger).
+    """What has been verified of one worker since the start (for the ledger), however often it left in between.
 
     Attributes:
-        rows: that it computed.
-        checked: of those, computed again and found right.
+        rows: that were used.
+        checked: rows computed again, here or by another worker, and found right.
         mean_difference: of its last checks.
     """
 
@@ -150,17 +151,21 @@ class Verifier:
         self.mode = mode
         self._secret = secret
         self._records: dict[str, _Record] = {}
+        self._work: dict[str, tuple[int, int]] = {}  # rows used, rows found right; the latest last
 
-    def plan(self, peer: str, count: int) -> npt.NDArray[np.intp]:
+    def plan(self, peer: str, count: int, *, twice: bool = False) -> npt.NDArray[np.intp]:
         """Indices of the rows to check in the next frame of ``count`` rows from this worker.
 
         Call it once for each frame, in the order in which the frames were sent: rows are counted here.
+
+        Args:
+            twice: another worker computes the same rows.
         """
         record = self._records.setdefault(peer, _Record())
         first = record.rows
         record.rows += count
         record.frames += 1
-        if self.mode == "strict" or record.frames == 1:
+        if (self.mode == "strict" and not twice) or record.frames == 1:
             record.block_end = max(record.block_end, record.rows)
             return np.arange(count)
         out: list[int] = []
@@ -186,7 +191,7 @@ class Verifier:
             worst = max(worst, value) if math.isfinite(value) else math.inf
             if not value <= bounds.hard:  # NaN too
                 return Verdict(f"a row differs by {value:.3g} from what it should be", worst)
-            record.checked += 1
+            self._add(peer, 0, 1)
             record.recent.append(value)
             if len(record.recent) == SOFT_CHECKS:
                 mean = sum(record.recent) / SOFT_CHECKS
@@ -196,11 +201,25 @@ class Verifier:
                     )
         return Verdict("", worst)
 
+    def used(self, peer: str, rows: int, *, agreed: bool = False) -> None:
+        """So many of its rows were used; ``agreed``: another worker has computed the same."""
+        self._add(peer, rows, rows if agreed else 0)
+
+    def _add(self, peer: str, rows: int, checked: int) -> None:
+        before = self._work.pop(peer, (0, 0))
+        self._work[peer] = (before[0] + rows, before[1] + checked)
+        if len(self._work) > REMEMBERED:
+            del self._work[next(iter(self._work))]
+
     def record(self, peer: str) -> WorkerRecord:
         """What is known of a worker."""
         known = self._records.get(peer, _Record())
         mean = sum(known.recent) / len(known.recent) if known.recent else 0.0
-        return WorkerRecord(known.rows, known.checked, mean)
+        return WorkerRecord(*self._work.get(peer, (0, 0)), mean)
+
+    def work(self) -> tuple[tuple[str, int, int], ...]:
+        """``(worker, rows used, rows found right)`` of all that have worked here."""
+        return tuple((peer, *counts) for peer, counts in self._work.items())
 
     def forget(self, peer: str) -> None:
         """Its coverage has ended: when it comes back, its first frame is checked whole again."""
@@ -214,7 +233,8 @@ class Verifier:
 class Exposure:
     """Which live requests have used rows of which worker that nobody has checked.
 
-    When a worker is caught, each of these requests is rewound to the first such position.
+    When a worker is caught, each of these requests is rewound to the first such position. A worker that leaves, or
+    comes back with other experts, is remembered until these requests have ended: a check of its rows may still wait.
     """
 
     def __init__(self) -> None:
@@ -230,8 +250,10 @@ class Exposure:
 
     def finished(self, request: int) -> None:
         """The request has ended: nothing of it can be made again."""
-        for mine in self._first.values():
+        for peer, mine in list(self._first.items()):
             mine.pop(request, None)
+            if not mine:
+                del self._first[peer]
 
     def rewound(self, request: int, position: int) -> None:
         """Everything from ``position`` on is computed again: what was used there before no longer counts."""
@@ -242,7 +264,3 @@ class Exposure:
     def caught(self, peer: str) -> Mapping[int, int]:
         """Request to the position that it must be rewound to; the worker's exposure ends with that."""
         return self._first.pop(peer, {})
-
-    def forget(self, peer: str) -> None:
-        """The worker's coverage has ended without it having been caught."""
-        self._first.pop(peer, None)

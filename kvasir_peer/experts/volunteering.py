@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from kvasir_peer.errors import UsageError, WireError
 from kvasir_peer.net import maddr
+from kvasir_peer.wire.dispatching import DispatchFigures
 
 MAX_WAIT = 50.0  # seconds that a poll is held at most
 MAX_BODY_BYTES = 256 << 10
@@ -29,6 +30,7 @@ Range = tuple[
 ]
 Ranges = Annotated[tuple[Range, ...], Meta(max_length=MAX_RANGES)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Tally = Annotated[int, Meta(ge=0, le=1 << 48)]  # of rows: a thousand every microsecond for three days
 Amount = Annotated[float, Meta(ge=0, le=1e15)]
 Name = Annotated[str, Meta(max_length=256)]
 Addresses = Annotated[tuple[Annotated[str, Meta(max_length=1024)], ...], Meta(max_length=256)]
@@ -170,6 +172,44 @@ class Join(msgspec.Struct, frozen=True):
     manifest: Name = ""
     addresses: Addresses = ()
     wait: float = 0.0
+
+
+class Work(msgspec.Struct, frozen=True, array_like=True):
+    """What one worker has computed for a dispatcher since this one started: rows used, rows found right."""
+
+    peer: Name
+    rows: Tally
+    checked: Tally
+
+
+class DispatchReport(msgspec.Struct, frozen=True):
+    """``POST /api/dispatcher``: what a dispatching ring stage has seen of workers.
+
+    Attributes:
+        model: manifest id.
+        run: random number of this start, since which the counters count.
+        mode: ``local``, ``load`` or ``cooling``.
+        local_pairs, remote_pairs: row-expert pairs computed there, by workers.
+        heat: (layer, rows routed).
+        workers: what they have done.
+        caught: (peer, why) of workers that lied.
+        figures: more of its counters.
+    """
+
+    model: Name
+    run: Count
+    mode: Name = "local"
+    local_pairs: Count = 0
+    remote_pairs: Count = 0
+    heat: Annotated[tuple[tuple[Tally, Tally], ...], Meta(max_length=1024)] = ()
+    workers: Annotated[tuple[Work, ...], Meta(max_length=1024)] = ()
+    caught: Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=256)] = ()
+    figures: DispatchFigures = DispatchFigures()
+    wait: float = 0.0
+
+
+class Heard(msgspec.Struct, frozen=True):
+    """The answer: nothing but that it was taken."""
 
 
 class Joined(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ import trio
 from kvasir_peer.errors import LinkError, WireError
 from kvasir_peer.net.link import Priority
 from kvasir_peer.ring.stage import StageEpoch
+from kvasir_peer.ring.taints import Rewind
 from kvasir_peer.serving.costs import CostModel, StageTrace
 from kvasir_peer.serving.requests import Accepted, Event, Finished, Kept, Request
 from kvasir_peer.serving.scheduler import DEFAULT_POLICY, Policy, Scheduler
@@ -110,6 +111,13 @@ class HeadState:
             if request not in named:
                 self.scheduler.cancel(request, now)
 
+    def rewind(self, rewinds: Iterable[Rewind], now: float) -> None:
+        """Compute these requests again from the positions on; tokens that were handed out stay."""
+        for request, _, position in rewinds:
+            known = self._known(request)
+            if known is not None:
+                self.scheduler.rewind(request, min(position, len(known) - 1), now)
+
     def _kept(self, message: ring.Submit) -> Kept | None:
         """What the stages hold of a request that another head began."""
         if not message.computed:
@@ -142,11 +150,9 @@ class HeadEpoch(StageEpoch):
 
     Args:
         state: what outlives the epoch.
-        sign: signs digests with this peer's key.
     """
 
     state: HeadState = field(kw_only=True)
-    sign: Callable[[bytes], bytes] = field(kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -219,6 +225,11 @@ class HeadEpoch(StageEpoch):
             if isinstance(message, ring.Ping):
                 await link.send(self.codec.encode(ring.Pong(message.nonce)))
                 continue
+            if isinstance(message, ring.Tainted):
+                self._taints.take(message, link.remote_peer)
+                self.state.rewind(message.rewinds, trio.current_time())
+                self._wake()
+                continue
             if not isinstance(message, ring.Result):
                 raise WireError(
                     "unexpected", f"{type(message).__name__} on a results link", peer=link.remote_peer
@@ -234,7 +245,9 @@ class HeadEpoch(StageEpoch):
                 raise WireError("membership", f"the tail saw another membership in batch {sent.sequence}")
             trace = [StageTrace(t.held_ms / 1e3, max(0.0, t.waited_ms) / 1e3) for t in message.trace]
             outputs = [(o.request, o.token) for o in message.outputs]
-            events = self.state.scheduler.on_result(sent.scheduled, outputs, trio.current_time(), trace)
+            void = [o.request for o in message.outputs if o.void]
+            now = trio.current_time()
+            events = self.state.scheduler.on_result(sent.scheduled, outputs, now, trace, void)
             self._wake()
             await self._tell_events(events)
 

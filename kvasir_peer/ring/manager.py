@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import trio
 
+from kvasir_peer import identity
 from kvasir_peer.agent.loop_lag import LoopLag
 from kvasir_peer.errors import LinkError, RefusedError, UsageError, WireError
 from kvasir_peer.progress import Progress
@@ -32,6 +33,7 @@ from kvasir_peer.ring.plan import Plan, PlanStage, sign_plan
 from kvasir_peer.ring.questions import Question, unanswered
 from kvasir_peer.ring.replanning import forecast_now
 from kvasir_peer.ring.requests import RingRequests
+from kvasir_peer.ring.taints import TaintLog
 from kvasir_peer.ring.telemetry import (
     RingState,
     RingStatistics,
@@ -531,6 +533,7 @@ class RingManager:
     async def _take_news(self, plan: Plan, link: Link) -> None:
         codec = ring.codec(plan.limits())
         is_tail = link.remote_peer == plan.stages[-1].peer
+        taints = TaintLog(plan, identity.verify)
         while True:
             message, _ = codec.decode(await link.receive())
             if not self._current(plan):
@@ -540,6 +543,17 @@ class RingManager:
             elif is_tail and isinstance(message, ring.Result):
                 self.requests.result(message)
                 self.telemetry.returned(message, trio.current_time())
+            elif is_tail and isinstance(message, ring.Tainted):
+                taints.take(message, link.remote_peer)
+                answers, tokens = self.requests.tainted(message)
+                if answers:
+                    self._tell(
+                        Progress(
+                            "problem",
+                            f"a worker of stage {message.stage + 1} lied: {answers} answers are computed again from "
+                            f"there, {tokens} tokens of theirs were given out before",
+                        )
+                    )
             elif not is_tail and isinstance(message, ring.Composed):
                 self.requests.composed(message)
                 self.telemetry.composed(message, trio.current_time())

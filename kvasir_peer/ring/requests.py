@@ -45,6 +45,8 @@ class RequestStatistics:
         tokens: handed out.
         digest_mismatches: batches in which head and tail did not name the same membership.
         resubmitted: requests that went on under another epoch.
+        rewound: requests that were computed again because a worker of theirs lied.
+        suspect_tokens: tokens of these that had been handed out before, from the first wrong value on; they stay.
     """
 
     active: int
@@ -55,6 +57,8 @@ class RequestStatistics:
     tokens: int
     digest_mismatches: int
     resubmitted: int
+    rewound: int
+    suspect_tokens: int
 
 
 @dataclass
@@ -69,6 +73,8 @@ class _Active:
     tokens: list[int] = field(default_factory=list)
     slot: int = 0
     computed: int = 0  # positions that every stage has computed into the slot
+    sound: int = 1 << 62  # of which, in this epoch, no more than these are known to be right
+    suspect: tuple[int, int] = (0, 0)  # positions of tokens that were counted as suspect
     ready: list[Token] = field(default_factory=list)
     news: trio.Event = field(default_factory=trio.Event)
     error: Exception | None = None
@@ -109,6 +115,7 @@ class RingRequests:
         self._digests_of = ("", 0)
         self._submitted = self._finished = self._cancelled = self._failed = 0
         self._tokens = self._mismatches = self._resubmitted = 0
+        self._rewound = self._suspect_tokens = 0
 
     # -- the ring comes and goes ----------------------------------------------------------------------------
 
@@ -129,6 +136,7 @@ class RingRequests:
         for active in going_on:
             if active.id in self._active:
                 self._resubmitted += 1
+                active.sound = 1 << 62  # the head makes again what is not, and only then tokens come
                 await link.send(codec.encode(active.submit(trio.current_time())), Priority.CONTROL)
         await link.send(codec.encode(ring.Resumed()), Priority.CONTROL)
         for active in going_on:
@@ -188,8 +196,8 @@ class RingRequests:
         self._pair("tail", (message.plan, message.epoch), message.sequence, message.digest)
         for output in message.outputs:
             active = self._active.get(output.request)
-            if active is None or active.done:
-                continue  # it was cancelled while its token was on the way
+            if active is None or active.done or output.void:
+                continue  # it was cancelled while its token was on the way, or the token is made again
             place = output.position + 1 - len(active.prompt)
             if place != len(active.tokens):
                 if place < len(active.tokens):
@@ -198,7 +206,7 @@ class RingRequests:
                     "position", f"request {output.request}: token {place} came before {len(active.tokens)}"
                 )
             active.tokens.append(output.token)
-            active.slot, active.computed = output.slot, output.position + 1
+            active.slot, active.computed = output.slot, min(output.position + 1, active.sound)
             final = ""
             if output.token in active.stop_tokens:
                 final = "stop"
@@ -207,6 +215,32 @@ class RingRequests:
             active.done = bool(final)
             active.ready.append(Token(output.token, output.logprob, output.top, final))
             active.wake()
+
+    def tainted(self, message: ring.Tainted) -> tuple[int, int]:
+        """A stage's worker lied: what came of its rows is computed again.
+
+        Returns:
+            Answers that this touches, and tokens of theirs that were handed out and may be wrong.
+        """
+        answers = tokens = 0
+        for request, _, position in message.rewinds:
+            active = self._active.get(request)
+            if active is None or active.done:
+                continue
+            answers += 1
+            active.sound = min(active.sound, position)
+            active.computed = min(active.computed, position)
+            # The token behind the wrong position is the first that may be wrong; none is counted twice.
+            first = max(position + 1, len(active.prompt))
+            end = len(active.prompt) + len(active.tokens)
+            known_first, known_end = active.suspect
+            if first > known_end:
+                known_first = known_end = first
+            tokens += max(0, known_first - first) + max(0, end - known_end)
+            active.suspect = (min(first, known_first), max(end, known_end))
+        self._rewound += answers
+        self._suspect_tokens += tokens
+        return answers, tokens
 
     def ended(self, message: ring.Ended) -> None:
         """The head ends a request for a reason that only it knows."""
@@ -324,4 +358,6 @@ class RingRequests:
             self._tokens,
             self._mismatches,
             self._resubmitted,
+            self._rewound,
+            self._suspect_tokens,
         )

@@ -20,6 +20,7 @@ from kvasir_peer.engines.orders import PassDone
 from kvasir_peer.errors import CacheError, EngineError, KvasirError, LinkError, UsageError, WireError
 from kvasir_peer.net.link import Priority
 from kvasir_peer.ring.heartbeat import beat
+from kvasir_peer.ring.taints import TaintLog, TaintSource, TaintSpeaker, Voids
 from kvasir_peer.wire import ring
 from kvasir_peer.wire.membership import GENESIS, Limits, Membership, chain_digest, decode_membership
 from kvasir_peer.wire.tensors import tensor_bytes
@@ -42,6 +43,7 @@ WELCOME_SECONDS = 10.0  # the other side answers a Hello at once, unless its pla
 # longest of this epoch never ends: the engine hangs. Slow ones are no reason, a machine may be busy.
 HANG_SECONDS, HANG_EXPECTED, HANG_LONGEST = 10.0, 20.0, 4.0
 HANG_TURNS = 5
+MAX_KEPT_BACK = 1024  # words on taints before the links are open; each stage says a few at most
 
 Verify = Callable[[str, bytes, bytes], bool]
 """(peer id, signature, data) -> whether the peer signed the data."""
@@ -113,7 +115,7 @@ class InEngine:
     queue: int
 
 
-class StageExperts(Protocol):
+class StageExperts(TaintSource, Protocol):
     """Routed experts of a stage's own layers, computed by volunteers when the stage is busy."""
 
     def pass_of(self, membership: Membership, stage: int) -> tuple[tuple[int, ...], object]:
@@ -154,6 +156,7 @@ class StageEpoch:
         node: for links to the neighbours.
         engine: holds the stage's layers.
         verify: checks the head's signature.
+        sign: signs with this peer's key.
         experts: sends routed rows to volunteers; None computes them here.
         opened: called once, when the links to the neighbours stand.
     """
@@ -164,6 +167,7 @@ class StageEpoch:
     engine: Engine
     verify: Verify
     counters: Counters = field(default_factory=Counters)
+    sign: Callable[[bytes], bytes] = field(kw_only=True)
     experts: StageExperts | None = field(default=None, kw_only=True)
     opened: Callable[[], None] = field(default=lambda: None, kw_only=True)
 
@@ -181,6 +185,13 @@ class StageEpoch:
         self._accepted: dict[str, Link] = {}
         self._incoming: list[trio.CancelScope] = []
         self._longest_pass = 0.0
+        # Only stages before this one send their taints through it; the head hears of all of them from the tail.
+        self._taints = TaintLog(self.plan, self.verify, None if self.head else self.index)
+        self._speaker = TaintSpeaker(self.plan, self.index, self.sign)
+        self._speaking = trio.Lock()
+        self._kept_back: list[ring.Tainted] | None = []  # until the links are open on which it goes on
+        self._voids = Voids()
+        self._telling = trio.Lock()  # head and bridge hear everything from the tail in the same order
 
     # -- life -----------------------------------------------------------------------------------------------
 
@@ -218,9 +229,11 @@ class StageEpoch:
         self.opened()
 
     def _tasks(self) -> Sequence[Callable[[], Awaitable[None]]]:
-        tasks: list[Callable[[], Awaitable[None]]] = [self._depart]
+        tasks: list[Callable[[], Awaitable[None]]] = [self._depart, self._pass_on_early]
         for link in self._outgoing():
             tasks += [self._watcher(link), partial(beat, link, self.codec, pings=True)]
+        if self.experts is not None:
+            tasks.append(partial(self._tell_taints, self.experts))
         return tasks
 
     async def _guard(self, task: Callable[[], Awaitable[None]]) -> None:
@@ -377,6 +390,10 @@ class StageEpoch:
             if isinstance(message, ring.Ping):
                 await link.send(self.codec.encode(ring.Pong(message.nonce)))
                 continue
+            if isinstance(message, ring.Tainted):
+                self._taints.take(message, link.remote_peer)
+                await self._pass_on(message)
+                continue
             if not isinstance(message, ring.Batch):
                 raise WireError(
                     "unexpected", f"{type(message).__name__} on a batches link", peer=link.remote_peer
@@ -443,7 +460,12 @@ class StageEpoch:
         """Hand a batch to the engine and queue it for departure; ``signature`` is made while the engine computes."""
         queue = self.counters.queue
         self.counters.queue += 1
-        layers, context = ((), None) if self.experts is None else self.experts.pass_of(rows, self.index)
+        layers: tuple[int, ...] = ()
+        context: object = None
+        if self.experts is not None:
+            layers, context = self.experts.pass_of(rows, self.index)
+            # A batch that builds on void values is not to overtake the word on them.
+            await self._say_taints(self.experts)
         pending = await self.engine.submit(buffer, membership, boundary_bytes, layers, context)
         await self._departures_in.send(
             InEngine(sequence, membership, rows, digest, signature(), trace, buffer, pending, arrived, queue)
@@ -477,6 +499,45 @@ class StageEpoch:
         self.engine.kill()
         raise EngineError(f"the engine did not answer for {limit:.0f} s, and is started anew")
 
+    # -- what must be made again ------------------------------------------------------------------------------
+
+    async def _tell_taints(self, experts: TaintSource) -> None:
+        """Say which requests used rows of workers that lied; in each epoch anew until they have been made again."""
+        while True:
+            news = experts.taint_news()
+            await self._say_taints(experts)
+            await news.wait()
+
+    async def _say_taints(self, experts: TaintSource) -> None:
+        async with self._speaking:  # messages are numbered
+            for message in self._speaker.fresh(experts.taints()):
+                await self._pass_on(message)
+
+    async def _pass_on_early(self) -> None:
+        """What came before the links to the next ones were open."""
+        while self._kept_back:
+            await self._send_taint(self._kept_back.pop(0))
+        self._kept_back = None
+
+    async def _pass_on(self, message: ring.Tainted) -> None:
+        if self._kept_back is None:
+            await self._send_taint(message)
+        elif len(self._kept_back) < MAX_KEPT_BACK:
+            self._kept_back.append(message)
+        else:
+            raise WireError("oversize", f"more than {MAX_KEPT_BACK} words on taints before any batch")
+
+    async def _send_taint(self, message: ring.Tainted) -> None:
+        """Towards the tail, which keeps back what comes of these rows from now on, and tells head and bridge."""
+        pieces = self.codec.encode(message)
+        if not self.tail:
+            await self._next.send(pieces, Priority.DECODE)
+            return
+        async with self._telling:
+            self._voids.taint(message.rewinds)
+            await self._results.send(pieces, Priority.DECODE)
+            await self._tokens.send(pieces, Priority.DECODE)
+
     def computed(self) -> None:
         """The engine has finished a batch; the head composes the next one here."""
 
@@ -503,12 +564,14 @@ class StageEpoch:
         trace = (*batch.trace, entry)
         began = trio.current_time()
         if self.tail:
-            result = self.codec.encode(
-                ring.Result(self.plan.id, self.plan.epoch, batch.sequence, batch.digest, outputs, trace)
-            )
-            # The head first: the next round waits for it.
-            await self._results.send(result, Priority.DECODE)
-            await self._tokens.send(result, Priority.DECODE)
+            async with self._telling:
+                outputs = self._voids.mark(outputs)
+                result = self.codec.encode(
+                    ring.Result(self.plan.id, self.plan.epoch, batch.sequence, batch.digest, outputs, trace)
+                )
+                # The head first: the next round waits for it.
+                await self._results.send(result, Priority.DECODE)
+                await self._tokens.send(result, Priority.DECODE)
             sent = 2 * sum(len(piece) for piece in result)
         else:
             # The buffer is used again as soon as this returns, while the link may still hold the frame.

@@ -560,11 +560,9 @@ class StagePeer:
         self._kept = True
         parts = (plan, index, self._node, self._engine, self._verify)
         # The path and figures of a ring that has just begun are worth more than a poll's wait.
-        more: dict[str, Any] = {"experts": self._experts, "opened": self._urgent}
+        more: dict[str, Any] = {"sign": self._sign, "experts": self._experts, "opened": self._urgent}
         epoch = (
-            HeadEpoch(*parts, state=self._head_of(plan), sign=self._sign, **more)
-            if index == 0
-            else StageEpoch(*parts, **more)
+            HeadEpoch(*parts, state=self._head_of(plan), **more) if index == 0 else StageEpoch(*parts, **more)
         )
         self._epoch = epoch
         self._epoch_changed.set()

@@ -391,10 +391,11 @@ class RingTelemetry:
         self._number += 1
         self._batches += 1
         self._rows += rows
-        self._tokens += len(message.outputs)
-        for output in message.outputs:
+        given = [output for output in message.outputs if not output.void]
+        self._tokens += len(given)
+        for output in given:
             self._request(output.request, now).tokens += 1
-        passed = _Passed(self._number, message.sequence, now, len(message.outputs), composed, runs, rows)
+        passed = _Passed(self._number, message.sequence, now, len(given), composed, runs, rows)
         if composed is None:
             epoch.unannounced[message.sequence] = passed
             if len(epoch.unannounced) > MAX_UNPAIRED:

@@ -268,6 +268,7 @@ class _Market:
         self._market = market
         self._own = own
         self.would_give = market.would_give
+        self.dispatcher = market.dispatcher
         self.dispatch_map = market.dispatch_map
         self.demand = market.demand
         self.recruitment = market.recruitment

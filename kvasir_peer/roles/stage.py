@@ -87,7 +87,7 @@ async def _run(settings: StageSettings, report: Report, leaving: Leaving) -> Non
             bridge_addresses=(),
             precision=member.precision,
             settings=DispatchSettings(saturation_threshold=settings.saturation_threshold),
-            mode="sampled" if settings.checks == "sampled" else "strict",
+            mode="strict" if settings.checks == "strict" else "sampled",
             verify=identity.verify,
         )
         config = StagePeerConfig(

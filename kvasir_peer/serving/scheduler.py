@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvasir_peer.errors import WireError
@@ -509,6 +509,7 @@ class Scheduler:
         outputs: Iterable[tuple[int, int]],
         now: float,
         trace: Sequence[StageTrace] = (),
+        void: Collection[int] | None = None,
     ) -> list[Event]:
         """Take the tail's answer to a batch.
 
@@ -516,10 +517,14 @@ class Scheduler:
             seq: of the batch. One that was given up by :meth:`on_lost` is ignored.
             outputs: ``(request id, token)`` for each row that wanted an output, in the order of the rows.
             trace: what each stage says about the batch; may be empty.
+            void: where the tail hands tokens out by itself, the requests whose token it has kept back. Every other
+                token has been read by somebody, so it counts, even if its request was rewound meanwhile. None: the
+                caller hands tokens out, and those of rewound requests are dropped.
 
         Raises:
             WireError: ``unexpected`` for a batch that was never sent or is out of order, ``outputs`` where the
-                tokens are not those that were asked for. The state is unchanged.
+                tokens are not those that were asked for, or one is kept back of a request that was not rewound.
+                The state is unchanged.
         """
         oldest = self._in_flight[0].seq if self._in_flight else self._next_seq
         if 0 <= seq < oldest:
@@ -536,6 +541,8 @@ class Scheduler:
             raise WireError(
                 "outputs", f"batch {seq} asked for {len(wanted)} tokens and its result does not answer them"
             )
+        if void:
+            self._check_void(flight, void)
         self._in_flight.popleft()
         self._rows_in_flight -= flight.rows
         if trace and flight.rows:
@@ -545,15 +552,27 @@ class Scheduler:
         for run in flight.runs:
             token = next(answers)[1] if run.wants_output else None
             live = self._live.get(run.request)
-            if live is None or live.incarnation != run.incarnation:
-                self._counts["stale_outputs"] += token is not None
+            current = live is not None and live.incarnation == run.incarnation
+            if live is not None and current:
+                for stage in range(min(run.through, len(live.valid))):
+                    live.valid[stage] = max(live.valid[stage], run.end)
+            if token is None:
                 continue
-            for stage in range(min(run.through, len(live.valid))):
-                live.valid[stage] = max(live.valid[stage], run.end)
-            if token is not None:
+            counts = current if void is None else run.request not in void
+            # A second token for a place, of a row that was computed again, changes nothing.
+            if live is not None and counts and run.end == len(live.tokens):
                 events += self._emit(live, token, now)
+            else:
+                self._counts["stale_outputs"] += 1
         self._admit(now)
         return events
+
+    def _check_void(self, flight: _InFlight, void: Collection[int]) -> None:
+        """A token that is kept back, and not made again, would be the end of its answer."""
+        for run in flight.runs:
+            live = self._live.get(run.request)
+            if live is not None and live.incarnation == run.incarnation and run.request in void:
+                raise WireError("outputs", f"the tail keeps a token of request {run.request} back")
 
     def _emit(self, live: _Live, token: int, now: float) -> list[Event]:
         live.tokens.append(token)

@@ -9,11 +9,15 @@ task of its own, however busy the coordinator is.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import msgspec
 
 from kvasir_peer.errors import WireError
 from kvasir_peer.wire.codec import PREFIX_BYTES, Codec
 from kvasir_peer.wire.dispatching import Count, DispatchFigures
+from kvasir_peer.wire.membership import Limits
 from kvasir_peer.wire.ring import (
     MAX_SUBMIT_STOP_TOKENS,
     RESULT_ROW_BYTES,
@@ -23,6 +27,9 @@ from kvasir_peer.wire.ring import (
     Output,
     Refusal,
     Submit,
+    check_message,
+    check_number,
+    check_output,
 )
 
 PROTOCOL = "/kvasir/coordinator/1"
@@ -30,7 +37,11 @@ PROTOCOL = "/kvasir/coordinator/1"
 MAX_SLOTS = 4096
 MAX_CONTEXT = 1 << 22
 MAX_TOP_LOGPROBS = 20
-MAX_WORKERS = 1024  # in one answer to SlotsWanted
+MAX_WORKERS = 1024  # in one answer to SlotsWanted, and as many layers
+MAX_CAUGHT = 256  # workers found to lie, in one answer
+MAX_COUNT = 1 << 48  # of rows: a thousand of them every microsecond for three days
+_MAX_NAME, _MAX_REASON = 128, 300  # characters
+_U63, _U64 = (1 << 63) - 1, (1 << 64) - 1
 _MAX_HELLO = 1024
 _SLACK = 8192
 
@@ -83,7 +94,8 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
 
     def codec(self) -> Codec:
         """The codec of a link with such a coordinator."""
-        return Codec(_KINDS, max_header=self.header)
+        limits = Limits(self.slots, self.slots, self.context_length, self.vocab, self.top_logprobs, 1)
+        return Codec(_KINDS, max_header=self.header, check=partial(_check, limits))
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True):
@@ -130,6 +142,63 @@ class Slots(msgspec.Struct, frozen=True, array_like=True):
     workers: tuple[WorkerRows, ...] = ()
     caught: tuple[tuple[str, str], ...] = ()
     figures: DispatchFigures = DispatchFigures()
+
+
+def _check(limits: Limits, message: Any) -> None:
+    """Refuse values that no coordinator of this size, and no bridge of it, can mean.
+
+    Raises:
+        WireError: codes ``value``, ``token``, ``slot``, ``outputs``, ``oversize`` or ``sampling``.
+    """
+    match message:
+        case Submit():
+            message.sampling.check(top_logprobs=limits.top_logprobs)
+            check_message(limits, message)
+        case Ended():
+            check_message(limits, message)
+        case Cancel():
+            check_number("request", message.request, 0, _U64)
+        case Tokens():
+            if len(message.outputs) > limits.slots:
+                raise WireError("outputs", f"{len(message.outputs)} tokens of {limits.slots} slots")
+            for output in message.outputs:
+                check_output(limits, output)
+        case SlotsWanted():
+            check_number("nonce", message.nonce, 0, _U64)
+        case Slots():
+            _check_slots(message)
+
+
+def _check_slots(message: Slots) -> None:
+    check_number("nonce", message.nonce, 0, _U64)
+    check_number("run", message.run, 0, _U63)
+    for name, count in (("busy", message.busy), ("total", message.total), ("queue", message.queue)):
+        check_number(name, count, 0, 1 << 20)
+    for name, count in (("local_pairs", message.local_pairs), ("remote_pairs", message.remote_pairs)):
+        check_number(name, count, 0, _U63)
+    for name, items, most in (
+        ("layers", message.heat, MAX_WORKERS),
+        ("workers", message.workers, MAX_WORKERS),
+        ("workers that lied", message.caught, MAX_CAUGHT),
+    ):
+        if len(items) > most:
+            raise WireError("oversize", f"{len(items)} {name} in one answer, at most {most}")
+    for layer, rows in message.heat:
+        check_number("layer", layer, 0, 1 << 16)
+        check_number("rows of a layer", rows, 0, _U63)
+    for worker in message.workers:
+        _check_text("peer", worker.peer, _MAX_NAME)
+        check_number("rows of a worker", worker.rows, 0, MAX_COUNT)
+        check_number("checked rows of a worker", worker.checked, 0, MAX_COUNT)
+    for peer, why in message.caught:
+        _check_text("peer", peer, _MAX_NAME)
+        _check_text("reason", why, _MAX_REASON)
+    _check_text("mode", message.mode, _MAX_NAME)
+
+
+def _check_text(name: str, text: str, most: int) -> None:
+    if len(text) > most:
+        raise WireError("oversize", f"a {name} of {len(text)} characters, at most {most}")
 
 
 _KINDS: dict[int, type[msgspec.Struct]] = {

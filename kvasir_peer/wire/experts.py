@@ -109,12 +109,47 @@ class Leaving(msgspec.Struct, frozen=True, array_like=True):
     reason: str = ""
 
 
-CODEC = Codec(
-    {1: Hello, 2: Welcome, 3: Refusal, 4: Rows, 5: Sums, 6: Failed, 7: Leaving}, max_header=_MAX_HEADER
-)
 # A welcome names the ranges: up to 4,096 of them, each three integers.
 MAX_RANGES = 4096
-OPENING = Codec({1: Hello, 2: Welcome, 3: Refusal}, max_header=_MAX_HEADER + MAX_RANGES * 16)
+_MAX_HELD = 1e12  # milliseconds: more than any worker has been there
+_U64 = (1 << 64) - 1
+
+
+def _check(message: Any) -> None:
+    """Refuse what no dispatcher or worker means; sizes are checked where the bounds are known.
+
+    Raises:
+        WireError: codes ``value`` or ``oversize``.
+    """
+    match message:
+        case Hello():
+            _number("version", message.version, 0, _U64)
+        case Welcome():
+            if len(message.ranges) > MAX_RANGES:
+                raise WireError("oversize", f"{len(message.ranges)} ranges, at most {MAX_RANGES}")
+            for layer, lo, hi in message.ranges:
+                _number("layer", layer, 0, 1 << 16)
+                _number("first expert", lo, 0, hi - 1)
+                _number("end of experts", hi, 1, MAX_EXPERTS)
+            _number("outstanding", message.outstanding, 1, 1 << 16)
+        case Rows() | Failed():
+            _number("id", message.id, 0, _U64)
+        case Sums():
+            _number("id", message.id, 0, _U64)
+            _number("held_ms", message.held_ms, 0, _MAX_HELD)
+
+
+def _number(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # also false for NaN
+        raise WireError("value", f"{name} is {value}, outside {low} to {high}")
+
+
+CODEC = Codec(
+    {1: Hello, 2: Welcome, 3: Refusal, 4: Rows, 5: Sums, 6: Failed, 7: Leaving},
+    max_header=_MAX_HEADER,
+    check=_check,
+)
+OPENING = Codec({1: Hello, 2: Welcome, 3: Refusal}, max_header=_MAX_HEADER + MAX_RANGES * 16, check=_check)
 MAX_HELLO_FRAME = PREFIX_BYTES + _MAX_HEADER
 MAX_WELCOME_FRAME = PREFIX_BYTES + _MAX_HEADER + MAX_RANGES * 16
 

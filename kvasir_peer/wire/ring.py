@@ -2,9 +2,9 @@
 
 A link carries one purpose, named by the :class:`Hello` that opens it:
 
-``batches``   stage i to stage i+1: :class:`Batch` with a boundary as payload
-``results``   tail to head: :class:`Result`
-``tokens``    tail to bridge: :class:`Result`; head to bridge: :class:`Composed`, :class:`Ended`
+``batches``   stage i to stage i+1: :class:`Batch` with a boundary as payload, :class:`Tainted`
+``results``   tail to head: :class:`Result`, :class:`Tainted`
+``tokens``    tail to bridge: :class:`Result`, :class:`Tainted`; head to bridge: :class:`Composed`, :class:`Ended`
 ``requests``  bridge to head: :class:`Submit`, :class:`Resumed`, :class:`Cancel`
 ``probe``     between peers that the bridge has named to each other: :class:`Ping` with a payload, to measure the way
 
@@ -14,6 +14,7 @@ A side that refuses says why with :class:`Refusal` and closes the link.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from functools import partial
 from typing import Any, Literal
@@ -34,11 +35,14 @@ Purpose = Literal["batches", "results", "tokens", "requests", "probe"]
 # for each stage (a ring has at most 64 stages, an entry takes at most 64 bytes: 5 doubles and four integers).
 HEADER_SLACK = 1024 + 64 * 64
 MAX_STAGES = 64
+MAX_REWINDS = 64  # of one message: with msgpack's tags they take 1.6 KB, which the slack of a header holds
 MAX_SUBMIT_STOP_TOKENS = 64
 RESULT_ROW_BYTES = 64  # request, incarnation, position, token, log-probability, with msgpack's tags
 TOP_LOGPROB_BYTES = 16  # one id and one float with msgpack's tags
 MAX_TIME = 1e12  # milliseconds or seconds, whichever a field has: a larger one was not measured
 _U32, _U64 = (1 << 32) - 1, (1 << 64) - 1
+_TAINT_DOMAIN = b"kvasir taints 1\0"
+_encoder = msgspec.msgpack.Encoder()
 
 
 class StageTrace(msgspec.Struct, frozen=True, array_like=True):
@@ -119,6 +123,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
     slot: int = 0
     """Where the KV entries of this request lie, at every stage, up to ``position``."""
+    void: bool = False
+    """The tail keeps this token back: it was computed from what a :class:`Tainted` has named. It is made again."""
 
 
 class Result(msgspec.Struct, frozen=True, array_like=True):
@@ -144,6 +150,25 @@ class Composed(msgspec.Struct, frozen=True, array_like=True):
     sequence: int
     digest: bytes
     runs: tuple[tuple[int, int, bool], ...] = ()
+
+
+class Tainted(msgspec.Struct, frozen=True, array_like=True):
+    """A stage to those after it, and the tail to head and bridge: values that came from a worker that lied.
+
+    Attributes:
+        stage: index of the stage whose worker it was.
+        number: of this stage's messages in this epoch, from 0 on.
+        rewinds: (request, incarnation, position): KV entries of the request at this position and later ones are void
+            at all stages, for incarnations up to this one.
+        signature: of that stage, over :func:`taint_digest`.
+    """
+
+    plan: str
+    epoch: int
+    stage: int
+    number: int
+    rewinds: tuple[tuple[int, int, int], ...]
+    signature: bytes
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True):
@@ -202,13 +227,14 @@ def codec(limits: Limits) -> Codec:
             10: Cancel,
             11: Ended,
             12: Resumed,
+            13: Tainted,
         },
         max_header=max_header(limits),
-        check=partial(_check, limits),
+        check=partial(check_message, limits),
     )
 
 
-def _check(limits: Limits, message: Any) -> None:
+def check_message(limits: Limits, message: Any) -> None:
     """Refuse a message whose values no ring of this plan can have.
 
     What passes may be put into arrays of the types that they are meant for, shown, and sent on.
@@ -218,36 +244,52 @@ def _check(limits: Limits, message: Any) -> None:
     """
     match message:
         case Batch():
-            _number("sequence", message.sequence, 0, _U64)
+            check_number("sequence", message.sequence, 0, _U64)
             _traces(message.trace)
         case Result():
-            _number("sequence", message.sequence, 0, _U64)
+            check_number("sequence", message.sequence, 0, _U64)
             if len(message.outputs) > limits.rows:
                 raise WireError("outputs", f"{len(message.outputs)} tokens, a batch has {limits.rows} rows")
             for output in message.outputs:
-                _output(limits, output)
+                check_output(limits, output)
             _traces(message.trace)
         case Composed():
-            _number("sequence", message.sequence, 0, _U64)
+            check_number("sequence", message.sequence, 0, _U64)
             if len(message.runs) > limits.rows:
                 raise WireError("value", f"{len(message.runs)} runs, a batch has {limits.rows} rows")
             for request, rows, _ in message.runs:
-                _number("request", request, 0, _U64)
-                _number("rows", rows, 1, limits.rows)
+                check_number("request", request, 0, _U64)
+                check_number("rows", rows, 1, limits.rows)
         case Submit():
-            _number("request", message.request, 0, _U64)
+            check_number("request", message.request, 0, _U64)
             _tokens(limits, message.tokens)
-            _number("max_tokens", message.max_tokens, 0, _U32)
-            _number("priority", message.priority, -_U32, _U32)
-            _number("seconds_left", message.seconds_left, 0, MAX_TIME)
+            check_number("max_tokens", message.max_tokens, 0, _U32)
+            check_number("priority", message.priority, -_U32, _U32)
+            check_number("seconds_left", message.seconds_left, 0, MAX_TIME)
             _slot(limits, message.slot)
-            _number("computed", message.computed, 0, len(message.tokens))
-            _number("stop tokens", len(message.stop_tokens), 0, MAX_SUBMIT_STOP_TOKENS)
+            check_number("computed", message.computed, 0, len(message.tokens))
+            check_number("stop tokens", len(message.stop_tokens), 0, MAX_SUBMIT_STOP_TOKENS)
         case Ended():
-            _number("retry_after", message.retry_after, 0, MAX_TIME)
+            check_number("retry_after", message.retry_after, 0, MAX_TIME)
+        case Tainted():
+            check_number("stage", message.stage, 0, limits.stages - 1)
+            check_number("number", message.number, 0, _U32)
+            check_number("rewinds", len(message.rewinds), 1, MAX_REWINDS)
+            for request, incarnation, position in message.rewinds:
+                check_number("request", request, 0, _U64)
+                check_number("incarnation", incarnation, 0, _U32)
+                check_number("position", position, 0, limits.context_length - 1)
 
 
-def _number(name: str, value: float, low: float, high: float) -> None:
+def taint_digest(message: Tainted) -> bytes:
+    """The 32 bytes that a stage signs: its message without the signature."""
+    digest = hashlib.sha256(_TAINT_DOMAIN)
+    digest.update(_encoder.encode(msgspec.structs.replace(message, signature=b"")))
+    return digest.digest()
+
+
+def check_number(name: str, value: float, low: float, high: float) -> None:
+    """Refuse a number outside its bounds, and what is none. Raises WireError: code ``value``."""
     if not low <= value <= high:  # also false for NaN
         raise WireError("value", f"{name} is {value}, outside {low} to {high}")
 
@@ -262,10 +304,11 @@ def _tokens(limits: Limits, tokens: tuple[int, ...]) -> None:
         raise WireError("token", "a token is outside the vocabulary")
 
 
-def _output(limits: Limits, output: Output) -> None:
-    _number("request", output.request, 0, _U64)
-    _number("incarnation", output.incarnation, 0, _U32)
-    _number("position", output.position, 0, limits.context_length - 1)
+def check_output(limits: Limits, output: Output) -> None:
+    """Refuse a token that nobody can have sampled. Raises WireError: ``value``, ``slot``, ``outputs``, ``token``."""
+    check_number("request", output.request, 0, _U64)
+    check_number("incarnation", output.incarnation, 0, _U32)
+    check_number("position", output.position, 0, limits.context_length - 1)
     _slot(limits, output.slot)
     if len(output.top) > limits.top_logprobs:
         raise WireError("outputs", f"{len(output.top)} best tokens, the plan allows {limits.top_logprobs}")
@@ -273,14 +316,14 @@ def _output(limits: Limits, output: Output) -> None:
 
 
 def _traces(traces: tuple[StageTrace, ...]) -> None:
-    _number("stages in a trace", len(traces), 0, MAX_STAGES)
+    check_number("stages in a trace", len(traces), 0, MAX_STAGES)
     for trace in traces:
-        _number("stage", trace.stage, 0, MAX_STAGES - 1)
+        check_number("stage", trace.stage, 0, MAX_STAGES - 1)
         for value in (trace.held_ms, trace.starved_ms, trace.blocked_ms, trace.arrived, trace.waited_ms):
             if not math.fabs(value) <= MAX_TIME:
                 raise WireError("value", f"a time of {value} in a trace")
         for count in (trace.queue, trace.rows, trace.boundary_bytes):
-            _number("a count in a trace", count, 0, _U64)
+            check_number("a count in a trace", count, 0, _U64)
 
 
 def max_header(limits: Limits) -> int:

@@ -145,7 +145,7 @@ class PlayedBridge:
     # -- pages ----------------------------------------------------------------------------------------------
 
     def _requests(self) -> RequestStatistics:
-        return RequestStatistics(3, 10, 5, 1, 1, 432, 0, 2)
+        return RequestStatistics(3, 10, 5, 1, 1, 432, 0, 2, 1, 7)
 
     def statistics(self) -> BridgeStatistics:
         telemetry = self.true.telemetry

@@ -92,7 +92,14 @@ async def attack() -> AsyncIterator[Attack]:
             plan = plan_of(members, [0, 2, 4, 6], WIDTHS)
             engine = members[1].engine
             engine.load(plan, 1)
-            epoch = StageEpoch(plan, 1, net.node(members[1].peer), engine, identity.verify)  # type: ignore[arg-type]
+            epoch = StageEpoch(
+                plan,
+                1,
+                net.node(members[1].peer),  # type: ignore[arg-type]
+                engine,  # type: ignore[arg-type]
+                identity.verify,
+                sign=members[1].key.sign,
+            )
             received: list[ring.Batch] = []
             ended: list[RingBroken] = []
 

@@ -77,6 +77,7 @@ class IntegerStack(LayerStack):
         self.shape: Any = SimpleNamespace(n_layer=n_layer, n_embd=N_EMBD, n_vocab=VOCAB)
         self.cache: dict[tuple[int, int], list[int]] = {}  # layer, slot: a number for each position
         self.rows = 0
+        self.lie = 0  # 1 while hidden values are wrong
 
     def memory(self) -> MemoryEstimate:
         return MemoryEstimate(0, 0, 0)
@@ -102,7 +103,7 @@ class IntegerStack(LayerStack):
             assert position <= len(cache), "a hole in the cache, which the runner did not see"
             del cache[position:]
             cache.append(mix(cache[-1] if cache else 0, value, layer))
-            value = mix(cache[-1], position, 1000 + layer)
+            value = mix(cache[-1], position, 1000 + layer) ^ self.lie
         return value
 
     def steps(self, rows: Rows, hidden: F32 | None) -> Any:
@@ -326,6 +327,7 @@ class MemoryRing:
 
     def _start(self, member: Member, index: int, plan: Plan) -> None:
         arguments = (plan, index, self.net.node(member.peer), member.engine, identity.verify)
+        more = {"sign": member.key.sign, "experts": getattr(member.engine, "experts", None)}
         if index == 0:
             state = member.head
             if state is None:
@@ -333,9 +335,9 @@ class MemoryRing:
             elif state.plan.epoch != plan.epoch:
                 state.adopt(plan, plan.kept_from(state.plan), trio.current_time())
             member.head = state
-            epoch: StageEpoch = HeadEpoch(*arguments, state=state, sign=member.key.sign)  # type: ignore[arg-type]
+            epoch: StageEpoch = HeadEpoch(*arguments, state=state, **more)  # type: ignore[arg-type]
         else:
-            epoch = StageEpoch(*arguments)  # type: ignore[arg-type]
+            epoch = StageEpoch(*arguments, **more)  # type: ignore[arg-type]
         member.epoch, member.broken = epoch, None
 
         async def handle(link: Link) -> None:
@@ -400,6 +402,8 @@ class MemoryRing:
                 await link.send(codec.encode(ring.Pong(message.nonce)))
             elif isinstance(message, ring.Result):
                 self.requests.result(message)
+            elif isinstance(message, ring.Tainted):
+                self.requests.tainted(message)
             elif isinstance(message, ring.Composed):
                 self.requests.composed(message)
             else:
