@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvasir_peer.errors import WireError
@@ -65,6 +65,7 @@ def test_boundaries_round_trip_within_their_precision(dtype: str) -> None:
     st.floats(1e-6, 6e4),
     st.integers(0, 6),
 )
+@settings(deadline=None)
 def test_int8_keeps_small_values_beside_large_ones(
     rows: int, width: int, seed: int, large: float, many: int
 ) -> None:
@@ -84,6 +85,7 @@ def test_int8_keeps_small_values_beside_large_ones(
 
 
 @given(st.binary(min_size=2 * (200 + 4 + 8), max_size=2 * (200 + 4 + 8)))
+@settings(deadline=None)
 def test_any_bytes_of_the_right_size_are_an_int8_tensor_or_refused(data: bytes) -> None:
     with np.errstate(all="ignore"):
         try:

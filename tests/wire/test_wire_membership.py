@@ -2,10 +2,11 @@
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvasir_peer.errors import WireError
+from kvasir_peer.wire import membership
 from kvasir_peer.wire.membership import (
     FLAG_DECODE,
     FLAG_OUTPUT,
@@ -64,6 +65,49 @@ def test_memberships_that_cannot_be_are_refused_by_name(rows: list, samplings: l
     with pytest.raises(WireError) as caught:
         decode_membership(compose(rows, samplings).encode(), LIMITS)
     assert caught.value.code == code
+
+
+ROWS = st.lists(
+    st.tuples(
+        st.integers(1, 3),
+        st.integers(0, 4),
+        st.integers(0, 2),
+        st.sampled_from([0, 1, 2, 3, 63, 64]),
+        st.sampled_from([0, 511, 512]),
+        st.integers(0, 4),
+        st.integers(0, 4),
+    ),
+    min_size=1,
+    max_size=6,
+)
+RUN = st.builds(
+    lambda request, slot, first, count, through: [
+        (request, slot, 1, first + i, 5, FLAG_OUTPUT if i + 1 == count else 0, through) for i in range(count)
+    ],
+    st.integers(1, 9),
+    st.integers(0, 3),
+    st.integers(0, 60),
+    st.integers(1, 4),
+    st.sampled_from([3, 3, 3, 2]),
+)
+
+
+@given(
+    st.one_of(
+        ROWS,
+        st.lists(RUN, min_size=1, max_size=3).map(lambda runs: [row for run in runs for row in run]),
+    )
+)
+@settings(deadline=None)
+def test_rows_one_by_one_and_all_at_once_are_taken_and_refused_alike(rows: list) -> None:
+    array = compose(rows, []).rows
+    verdicts = []
+    for check, seen in ((membership._check_few, array.tolist()), (membership._check_rows, array)):
+        try:
+            verdicts.append(check(seen, LIMITS))
+        except WireError as error:
+            verdicts.append(error.code)
+    assert verdicts[0] == verdicts[1]
 
 
 @given(st.binary(max_size=400))
