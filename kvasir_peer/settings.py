@@ -313,7 +313,31 @@ class PeerSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BridgeSettings(PeerSettings):
+class RingSettings(Settings):
+    """How wide a ring is: what its stages hold, and what goes round at once."""
+
+    boundary: str = option(
+        choice("f16", "f32", "bf16", "int8"), "f16", "Type of hidden states between stages."
+    )
+    max_requests: int = option(whole(1, 1024), 8, "Requests that are computed at once.")
+    context_length: int = option(
+        whole(0, 1 << 22), 0, "Positions of each request; 0 is the model's, at most 4096."
+    )
+    batch_rows: int = option(whole(1, 65536), 256, "Rows that the scheduler may take per step.")
+    micro_batch_rows: int = option(whole(1, 4096), 64, "Rows of one pass; bounds each frame between stages.")
+    max_in_flight: int = option(whole(0, 256), 0, "Batches under way at once; 0 lets the head adapt it.")
+
+    def check(self) -> None:
+        """See :meth:`Settings.check`."""
+        super().check()
+        if self.micro_batch_rows > self.batch_rows:
+            raise SettingsError(
+                f"--micro-batch-rows {self.micro_batch_rows} is over --batch-rows {self.batch_rows}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BridgeSettings(PeerSettings, RingSettings):
     """A bridge: opens the model, plans the ring, serves OpenAI clients."""
 
     section = "bridge"
@@ -334,17 +358,7 @@ class BridgeSettings(PeerSettings):
         (),
         "Bearer key that clients must send; may be given more than once. Better in config.toml.",
     )
-    boundary: str = option(
-        choice("f16", "f32", "bf16", "int8"), "f16", "Type of hidden states between stages."
-    )
-    max_requests: int = option(whole(1, 1024), 8, "Requests that are computed at once.")
     max_queue: int = option(whole(0, 100_000), 64, "Requests that may wait for a place.")
-    context_length: int = option(
-        whole(0, 1 << 22), 0, "Positions of each request; 0 is the model's, at most 4096."
-    )
-    batch_rows: int = option(whole(1, 65536), 256, "Rows that the scheduler may take per step.")
-    micro_batch_rows: int = option(whole(1, 4096), 64, "Rows of one pass; bounds each frame between stages.")
-    max_in_flight: int = option(whole(0, 256), 0, "Batches under way at once; 0 lets the head adapt it.")
     top_logprobs: int = option(whole(0, 20), 20, "Most alternatives with log-probabilities per token.")
     saturation_threshold: int = option(
         whole(1, 1024), 2, "Busy slots of a coordinator from which on volunteers are recruited."
@@ -376,7 +390,7 @@ class BridgeSettings(PeerSettings):
             raise SettingsError(
                 f"--host {self.host} lets other machines in without a key: give --api-key, or use 127.0.0.1"
             )
-        check_rows(self.micro_batch_rows, self.batch_rows)
+        super().check()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -399,7 +413,7 @@ class ComputingSettings(PeerSettings):
     )
     threads: int = option(whole(0, 4096), 0, "Threads of computation; 0 takes all cores.")
     memory: int = option(
-        size(16_000_000), 0, "Most memory for weights and KV cache; auto looks at what is free."
+        size(16_000_000), 0, "Most memory of the engine, on a GPU the GPU's; auto looks at what is free."
     )
     leave_time: float = option(
         duration(0, 86_400),
@@ -485,7 +499,7 @@ class CoordinatorSettings(ComputingSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SwarmSettings(Settings):
+class SwarmSettings(RingSettings):
     """A whole swarm on one machine: a relay, a bridge and stages, each a process of its own."""
 
     section = "swarm"
@@ -501,27 +515,17 @@ class SwarmSettings(Settings):
         choice("fast", "exact"), "fast", "exact computes linears with float32 activations."
     )
     threads: int = option(whole(0, 4096), 0, "Threads of each engine; 0 shares the cores between them.")
-    boundary: str = option(
-        choice("f16", "f32", "bf16", "int8"), "f16", "Type of hidden states between stages."
-    )
-    max_requests: int = option(whole(1, 1024), 8, "Requests that are computed at once.")
-    context_length: int = option(
-        whole(0, 1 << 22), 0, "Positions of each request; 0 is the model's, at most 4096."
-    )
-    batch_rows: int = option(whole(1, 65536), 256, "Rows that the scheduler may take per step.")
-    micro_batch_rows: int = option(whole(1, 4096), 64, "Rows of one pass; bounds each frame between stages.")
-    max_in_flight: int = option(whole(0, 256), 0, "Batches under way at once; 0 lets the head adapt it.")
 
     def check(self) -> None:
         """See :meth:`Settings.check`."""
         if not self.model:
             raise SettingsError("no model: give --model FILE.gguf, or --model https://…")
         check_stages(self.stages)
-        check_rows(self.micro_batch_rows, self.batch_rows)
+        super().check()
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanSettings(Settings):
+class PlanSettings(RingSettings):
     """A ring that is only planned: what each of its peers would be."""
 
     section = "plan"
@@ -542,16 +546,6 @@ class PlanSettings(Settings):
         number(0.0, 10_000.0), 5.0, "Time of an empty frame from one peer to the next, in milliseconds."
     )
     link_rate: int = option(size(1_000), 0, "Bytes a second between peers; auto does not count them.")
-    boundary: str = option(
-        choice("f16", "f32", "bf16", "int8"), "f16", "Type of hidden states between stages."
-    )
-    max_requests: int = option(whole(1, 1024), 8, "Requests that are computed at once.")
-    context_length: int = option(
-        whole(0, 1 << 22), 0, "Positions of each request; 0 is the model's, at most 4096."
-    )
-    batch_rows: int = option(whole(1, 65536), 256, "Rows that the scheduler may take per step.")
-    micro_batch_rows: int = option(whole(1, 4096), 64, "Rows of one pass; bounds each frame between stages.")
-    max_in_flight: int = option(whole(0, 256), 0, "Batches under way at once; 0 chooses.")
 
     def check(self) -> None:
         """See :meth:`Settings.check`."""
@@ -561,7 +555,7 @@ class PlanSettings(Settings):
             )
         if self.stages:
             check_stages(self.stages)
-        check_rows(self.micro_batch_rows, self.batch_rows)
+        super().check()
 
 
 ROLE_SETTINGS: Final[Mapping[str, type[Settings]]] = {
@@ -605,16 +599,6 @@ def check_stages(stages: int) -> None:
             f"--stages {stages}: a ring has 2 stages or more, because no peer of it may hold the whole model; "
             "a whole model on one machine is the coordinator's job"
         )
-
-
-def check_rows(micro_batch_rows: int, batch_rows: int) -> None:
-    """Refuse a pass that is larger than what the scheduler may take.
-
-    Raises:
-        SettingsError: with both numbers.
-    """
-    if micro_batch_rows > batch_rows:
-        raise SettingsError(f"--micro-batch-rows {micro_batch_rows} is over --batch-rows {batch_rows}")
 
 
 def is_loopback(host: str) -> bool:

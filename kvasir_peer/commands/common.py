@@ -70,9 +70,14 @@ def with_settings(cls: type[settings.Settings]) -> Callable[[Callable[..., Any]]
         own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
         wants_home = any(parameter.name == "given_home" for parameter in own)
         own = [parameter for parameter in own if parameter.name != "given_home"]
-        shared = {setting.name for setting in settings.options(settings.PeerSettings)}
+        # The role's own first, then what all rings have, then what all peers have.
+        places = {
+            setting.name: place
+            for place, kind in ((1, settings.RingSettings), (2, settings.PeerSettings))
+            for setting in settings.options(kind)
+        }
         flags_of = [setting for setting in settings.options(cls) if setting.metadata["flag"]]
-        flags_of.sort(key=lambda setting: setting.name in shared)  # the role's own first
+        flags_of.sort(key=lambda setting: places.get(setting.name, 0))
 
         @functools.wraps(function)
         def command(*args: Any, **kwargs: Any) -> Any:
