@@ -27,6 +27,9 @@ _IR_VERSION = 10
 _MICROSOFT = "com.microsoft"
 # Initializers under this many bytes stay in the graph: an entry of the external table costs more than that.
 _INLINE_BYTES = 512
+# How long a thread spins for the next operator of a run before it sleeps: longer than most operators that compute on
+# one thread, short beside a time slice that somebody else could use. onnxruntime before 1.26 spins to the run's end.
+_SPIN_MICROSECONDS = "50"
 
 # What a session of some twenty nodes takes besides its weights, as measured.
 SESSION_BYTES = 250_000
@@ -49,8 +52,9 @@ Array = NDArray[Any]
 class Runtime:
     """How sessions of one engine compute.
 
-    Threads wait asleep between two operators, so that engines which share the cores do not take them from one
-    another by spinning (but see :func:`spinning_threads`).
+    Between two operators of a run threads wait spinning for a moment, which saves waking them up; between two runs
+    they sleep, so that engines which share the cores do not take them from one another (but see
+    :func:`spinning_threads`).
 
     Attributes:
         threads: threads of computation in a session.
@@ -88,9 +92,9 @@ def trim_heap() -> None:
 def spinning_threads() -> int:
     """Threads of the one pool whose threads wait spinning, which all sessions of the process share; 0 for none.
 
-    Spinning saves some 30 microseconds at every border between operators, which is a third of the time of a small
-    model's token on two threads, and takes the cores away from everybody else for milliseconds after each pass. So it
-    is asked for, by ``KVASIR_ENGINE_SPIN=THREADS``, where a machine has nothing else to do.
+    It saves waking threads up at the beginning of each run too, and takes the cores away from everybody else for
+    milliseconds after each pass. So it is asked for, by ``KVASIR_ENGINE_SPIN=THREADS``, where a machine has nothing
+    else to do.
     """
     text = os.environ.get("KVASIR_ENGINE_SPIN", "0")
     if not text.isdecimal():
@@ -258,7 +262,10 @@ class Session:
         else:
             options.intra_op_num_threads = runtime.threads
             options.inter_op_num_threads = 1
-            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+            # Threads wait spinning inside of a run only, and not for long.
+            options.add_session_config_entry("session.intra_op.allow_spinning", "1")
+            options.add_session_config_entry("session.force_spinning_stop", "1")
+            options.add_session_config_entry("session.intra_op.spin_duration_us", _SPIN_MICROSECONDS)
         options.add_session_config_entry("session.use_env_allocators", "1")
         options.log_severity_level = 3
         if external:
@@ -272,14 +279,24 @@ class Session:
         except Exception as error:
             # onnxruntime raises its own classes, which have no common base but Exception.
             raise EngineError(f"onnxruntime refuses a graph: {' '.join(str(error).split())[:300]}") from error
+        self._outputs = [output.name for output in self._session.get_outputs()]
+        # The object inside, where it is found: the public method looks at all names each time.
+        self._run = getattr(self._session, "_sess", self._session).run
 
     def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Bound:
         """Tie inputs and outputs to arrays of ours."""
         return Bound(self._session, inputs, outputs)
 
     def run(self, inputs: Mapping[str, Array]) -> list[Array]:
-        """Run once and return all outputs, for work where speed does not matter."""
-        return list(self._session.run(None, dict(inputs)))
+        """Run once and return all outputs in arrays of their own.
+
+        Raises:
+            EngineError: an operator failed.
+        """
+        try:
+            return list(self._run(self._outputs, inputs, None))
+        except Exception as error:
+            raise EngineError(f"onnxruntime failed: {' '.join(str(error).split())[:300]}") from error
 
 
 class Bound:

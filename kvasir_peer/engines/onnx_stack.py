@@ -26,7 +26,6 @@ from kvasir_peer.engines.onnx_graph import Bound, Runtime, Session, trim_heap
 from kvasir_peer.engines.onnx_linear import Kernels
 from kvasir_peer.engines.onnx_parts import Part, Parts, Port, heads_of
 from kvasir_peer.engines.rope import RopeTable
-from kvasir_peer.errors import EngineError
 from kvasir_peer.models.sources import TensorSource
 
 F32 = NDArray[np.float32]
@@ -174,7 +173,7 @@ class OnnxStack(LayerStack):
     # ------------------------------------------------------------------------------------------ running
 
     def forward(self, rows: Rows, hidden: F32 | None) -> F32:
-        steps = self.steps(rows, hidden)
+        steps = self._run(rows, hidden, alone=True)
         try:
             work = next(steps)
             while True:
@@ -184,7 +183,11 @@ class OnnxStack(LayerStack):
             return stop.value
 
     def steps(self, rows: Rows, hidden: F32 | None) -> Steps:
-        self._check(rows, hidden)
+        return self._run(rows, hidden, alone=False)
+
+    def _run(self, rows: Rows, hidden: F32 | None, *, alone: bool) -> Steps:
+        """Do what :meth:`steps` does; ``alone`` says that no other pass is computed before the sums come back."""
+        self.check(rows, hidden)
         n = len(rows)
         self._passes += 1
         self._rows += n
@@ -204,16 +207,17 @@ class OnnxStack(LayerStack):
             if layer.moe is not None:
                 part = next(body)
                 # Other passes may be computed in the same buffers until the sums come back.
-                kept = part.keep()
+                kept = None if alone else part.keep()
                 sums = yield bindings.work(layer)
-                part.restore(kept)
+                if kept is not None:
+                    part.restore(kept)
+                    prepared = attentions.prepare(rows)
                 np.copyto(bindings.routed, sums)
-                prepared = attentions.prepare(rows)
                 part()
         attentions.layer(len(layers) - 1, prepared)
-        return (yield from self._finish(rows, bindings))
+        return (yield from self._finish(rows, bindings, alone=alone))
 
-    def _finish(self, rows: Rows, body: _Bindings) -> Steps:
+    def _finish(self, rows: Rows, body: _Bindings, *, alone: bool) -> Steps:
         """Run what comes after the last attention; at the tail only for the rows that want an output."""
         wanted = np.flatnonzero(rows.wants_output) if self._tail else None
         n = len(rows) if wanted is None else len(wanted)
@@ -232,27 +236,14 @@ class OnnxStack(LayerStack):
         last.parts[-1].output("logits" if self._tail else "next", result)
         last.parts[0]()
         if len(last.parts) > 1:
-            kept = last.parts[1].keep()
+            kept = None if alone else last.parts[1].keep()
             sums = yield last.work(self.shape.layers[self.spec.end - 1])
-            last.parts[1].restore(kept)
+            if kept is not None:
+                last.parts[1].restore(kept)
             np.copyto(last.routed, sums)
             last.parts[-1].output("logits" if self._tail else "next", result)
             last.parts[1]()
         return result
-
-    def _check(self, rows: Rows, hidden: F32 | None) -> None:
-        rows.check(self.spec, self.shape.n_vocab if self._head else 0)
-        if self._head != (hidden is None):
-            raise EngineError(
-                "the head embeds tokens and takes no hidden state; every other stage takes a hidden state"
-            )
-        if hidden is not None and (
-            hidden.shape != (len(rows), self.shape.n_embd) or hidden.dtype != np.float32
-        ):
-            raise EngineError(
-                f"the hidden state is {hidden.dtype} {hidden.shape}; expected float32 "
-                f"{(len(rows), self.shape.n_embd)}"
-            )
 
     def _embed(self, tokens: NDArray[np.int32], out: F32) -> None:
         assert self._embedding is not None
