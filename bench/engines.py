@@ -32,7 +32,7 @@ import torch_device
 from llama_batches import LlamaBatches
 
 from kvasir_peer.engines import quants
-from kvasir_peer.engines.base import LayerStack, Rows, StackSpec, create_bank, create_stack
+from kvasir_peer.engines.base import BankSpec, LayerStack, Rows, StackSpec, create_bank, create_stack
 from kvasir_peer.models.sources import GgufSource
 
 CONTEXT_BEFORE = 64  # tokens in the cache of each request when decoding begins
@@ -248,7 +248,7 @@ def one_expert(path: Path, threads: int, rounds: int) -> Row:
     """One expert of the Qwen3 shape, one row, its weights not in any cache; by turns with plain reading."""
     with GgufSource(path) as source:
         n = synthetic.EXPERTS
-        bank = create_bank("onnx", source, [(0, 0, n)], max_rows=1, threads=threads)
+        bank = create_bank("onnx", source, BankSpec(((0, 0, n),), max_rows=1, threads=threads))
     rng = np.random.default_rng(0)
     x = rng.standard_normal((1, synthetic.WIDTH)).astype(np.float32)
     weights = np.ones((1, 1), np.float32)

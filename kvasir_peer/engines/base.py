@@ -14,7 +14,7 @@ import importlib
 import itertools
 import logging
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
@@ -83,6 +83,25 @@ class StackSpec:
         for name in ("n_slots", "context_length", "max_rows"):
             if getattr(self, name) < 1:
                 raise EngineError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+
+@dataclass(frozen=True)
+class BankSpec:
+    """What a bank of experts is made for.
+
+    Attributes:
+        ranges: (layer, lo, hi) of each run of experts held.
+        max_rows: most rows of one :meth:`ExpertBank.compute`.
+        precision: as in :class:`StackSpec`.
+        threads: as in :class:`StackSpec`.
+        device: as in :class:`StackSpec`.
+    """
+
+    ranges: tuple[ExpertRange, ...]
+    max_rows: int
+    precision: Precision = "fast"
+    threads: int = 0
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,6 +257,24 @@ class LayerStack(abc.ABC):
             EngineError: rows that do not fit the stack; nothing was written.
         """
 
+    def check(self, rows: Rows, hidden: F32 | None) -> None:
+        """Refuse what :meth:`forward` cannot run.
+
+        Raises:
+            EngineError: names the first thing that is wrong.
+        """
+        head = self.spec.first == 0
+        rows.check(self.spec, self.shape.n_vocab if head else 0)
+        if head != (hidden is None):
+            raise EngineError(
+                "the head embeds tokens and takes no hidden state; every other stage takes a hidden state"
+            )
+        expected = (len(rows), self.shape.n_embd)
+        if hidden is not None and (hidden.shape != expected or hidden.dtype != np.float32):
+            raise EngineError(
+                f"the hidden state is {hidden.dtype} {hidden.shape}; expected float32 {expected}"
+            )
+
     @abc.abstractmethod
     def steps(self, rows: Rows, hidden: F32 | None) -> Steps:
         """Run as :meth:`forward`, but leave routed experts to the caller.
@@ -273,6 +310,33 @@ class ExpertBank(abc.ABC):
 
     ranges: tuple[ExpertRange, ...]
     shape: ModelShape
+
+    def check(self, held: Collection[int], max_rows: int, layer: int, x: F32, ids: I32, weights: F32) -> None:
+        """Refuse what :meth:`compute` cannot take.
+
+        Args:
+            held: layers of which experts are held.
+            max_rows: most rows.
+            layer, x, ids, weights: as for :meth:`compute`.
+
+        Raises:
+            EngineError: names the first thing that is wrong.
+        """
+        if layer not in held:
+            raise EngineError(f"no experts of layer {layer} are held here, only of {sorted(held)}")
+        moe = self.shape.layers[layer].moe
+        assert moe is not None
+        n = len(x)
+        if not 1 <= n <= max_rows or x.shape != (n, self.shape.n_embd) or x.dtype != np.float32:
+            raise EngineError(
+                f"rows of shape {x.shape}, {x.dtype}; need 1 to {max_rows} of {self.shape.n_embd}, float32"
+            )
+        if ids.ndim != 2 or ids.shape != weights.shape or len(ids) != n or not ids.shape[1]:
+            raise EngineError(f"expert ids {ids.shape} and weights {weights.shape} do not fit {n} rows")
+        if ids.min() < 0 or ids.max() >= moe.n_expert:
+            raise EngineError(f"expert {ids.max()} or {ids.min()} outside {moe.n_expert} experts")
+        if ids.shape[1] > moe.n_used:
+            raise EngineError(f"{ids.shape[1]} experts a row; the model uses {moe.n_used}")
 
     @abc.abstractmethod
     def memory(self) -> MemoryEstimate:
@@ -361,30 +425,14 @@ class _Engine(Protocol):
 
     def make_stack(self, source: TensorSource, spec: StackSpec, progress: Progress | None) -> LayerStack: ...
 
-    def make_bank(
-        self,
-        source: TensorSource,
-        ranges: tuple[ExpertRange, ...],
-        *,
-        max_rows: int,
-        threads: int,
-        device: str,
-        precision: Precision,
-    ) -> ExpertBank: ...
+    def make_bank(self, source: TensorSource, spec: BankSpec) -> ExpertBank: ...
 
     def estimate_stack(
         self, metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo], spec: StackSpec
     ) -> MemoryEstimate: ...
 
     def estimate_bank(
-        self,
-        metadata: Mapping[str, Any],
-        tensors: Mapping[str, TensorInfo],
-        ranges: tuple[ExpertRange, ...],
-        *,
-        max_rows: int,
-        device: str,
-        precision: Precision,
+        self, metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo], spec: BankSpec
     ) -> MemoryEstimate: ...
 
 
@@ -420,20 +468,20 @@ def create_stack(
     return _engine(engine).make_stack(source, spec, progress)
 
 
-def create_bank(
-    engine: str,
-    source: TensorSource,
-    ranges: Sequence[ExpertRange],
-    *,
-    max_rows: int,
-    threads: int = 0,
-    device: str = "cpu",
-    precision: Precision = "fast",
-) -> ExpertBank:
-    """Load experts; arguments and errors as for :func:`create_stack`."""
-    return _engine(engine).make_bank(
-        source, tuple(ranges), max_rows=max_rows, threads=threads, device=device, precision=precision
-    )
+def create_bank(engine: str, source: TensorSource, spec: BankSpec) -> ExpertBank:
+    """Load experts.
+
+    Args:
+        engine: as for :func:`create_stack`.
+        source: has the tensors of the experts.
+        spec: which experts.
+
+    Raises:
+        UsageError: as for :func:`create_stack`.
+        EngineError: no range, or one that is not within its layer's experts.
+        ModelFileError: as for :func:`create_stack`, or a layer without experts.
+    """
+    return _engine(engine).make_bank(source, spec)
 
 
 def estimate_stack(
@@ -444,16 +492,7 @@ def estimate_stack(
 
 
 def estimate_bank(
-    engine: str,
-    metadata: Mapping[str, Any],
-    tensors: Mapping[str, TensorInfo],
-    ranges: Sequence[ExpertRange],
-    *,
-    max_rows: int,
-    device: str = "cpu",
-    precision: Precision = "fast",
+    engine: str, metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo], spec: BankSpec
 ) -> MemoryEstimate:
     """Say what :func:`create_bank` would take, from the file's header alone; right within 10 %."""
-    return _engine(engine).estimate_bank(
-        metadata, tensors, tuple(ranges), max_rows=max_rows, device=device, precision=precision
-    )
+    return _engine(engine).estimate_bank(metadata, tensors, spec)

@@ -1,4 +1,4 @@
-"""Which engine and device a peer computes with, where its owner leaves that open.
+"""Which engine and device a peer computes with, where its owner leaves that open, and how much memory that has.
 
 Looking must not import an engine: the agent never computes, and the libraries take hundreds of megabytes.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import subprocess
+
+import psutil
 
 from kvasir_peer.errors import UsageError
 
@@ -20,18 +22,37 @@ def installed(engine: str) -> bool:
     return all(importlib.util.find_spec(module) is not None for module in modules)
 
 
-def has_nvidia_gpu() -> bool:
-    """Whether the driver sees an NVIDIA GPU."""
+def _ask_nvidia(*arguments: str) -> str:
+    """What ``nvidia-smi`` answers, or "" where it is missing or has nothing to say."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return False
+        return ""
     try:
         answer = subprocess.run(
-            [tool, "-L"], capture_output=True, text=True, timeout=_GPU_QUESTION_SECONDS, check=False
+            [tool, *arguments], capture_output=True, text=True, timeout=_GPU_QUESTION_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
-        return False
-    return answer.returncode == 0 and "GPU 0" in answer.stdout
+        return ""
+    return answer.stdout if answer.returncode == 0 else ""
+
+
+def has_nvidia_gpu() -> bool:
+    """Whether the driver sees an NVIDIA GPU."""
+    return "GPU 0" in _ask_nvidia("-L")
+
+
+def free_memory(device: str) -> int:
+    """Bytes that are free where a device keeps weights: the GPU's own memory, else the machine's.
+
+    The machine's is answered for a GPU that does not say what it has.
+    """
+    if device.startswith("cuda"):
+        index = device.partition(":")[2] or "0"
+        query = ("-i", index, "--query-gpu=memory.free", "--format=csv,noheader,nounits")
+        answer = _ask_nvidia(*query).strip()
+        if answer.isdecimal():
+            return int(answer) << 20  # it counts in MiB
+    return int(psutil.virtual_memory().available)
 
 
 def choose_engine(engine: str, device: str) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvasir_peer.engines.base import create_bank
+from kvasir_peer.engines.base import BankSpec, create_bank
 from kvasir_peer.engines.self_test import RandomExperts, unsaid
 
 # An expert of Qwen3-30B-A3B, and as many as no processor's cache holds.
@@ -59,9 +59,8 @@ def expert_times(engine: str, device: str = "cpu", *, threads: int = 0) -> list[
     file_bytes = sum(info.n_bytes for info in source.tensors.values()) // EXPERTS
     generator = np.random.default_rng(0)
     with unsaid():
-        bank = create_bank(
-            engine, source, [(0, 0, EXPERTS)], max_rows=max(EXPERT_ROWS), threads=threads, device=device
-        )
+        spec = BankSpec(((0, 0, EXPERTS),), max(EXPERT_ROWS), threads=threads, device=device)
+        bank = create_bank(engine, source, spec)
     found = []
     try:
         for rows in EXPERT_ROWS:

@@ -12,6 +12,7 @@ Two ways, chosen for each layer by its quant types:
 from __future__ import annotations
 
 import abc
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -22,8 +23,8 @@ from numpy.typing import NDArray
 
 from kvasir_peer.engines import quants
 from kvasir_peer.engines.architectures import EXPERT_WEIGHTS, LayerShape, ModelShape
-from kvasir_peer.engines.base import ExpertBank, ExpertRange, MemoryEstimate, Precision, experts_by_layer
-from kvasir_peer.engines.onnx_graph import Graph, Runtime, Session, spinning_threads
+from kvasir_peer.engines.base import BankSpec, ExpertBank, MemoryEstimate, Precision, experts_by_layer
+from kvasir_peer.engines.onnx_graph import Bound, Graph, Runtime, Session, spinning_threads
 from kvasir_peer.engines.onnx_linear import (
     Kernels,
     Linears,
@@ -33,7 +34,6 @@ from kvasir_peer.engines.onnx_linear import (
     extra_columns,
     widen,
 )
-from kvasir_peer.errors import EngineError
 from kvasir_peer.models.sources import TensorSource
 
 F32 = NDArray[np.float32]
@@ -41,6 +41,8 @@ I32 = NDArray[np.int32]
 
 # Experts that are taken apart at once: bounds what loading takes beside the container.
 _LOADED_AT_ONCE = 8
+# Numbers of rows whose bindings are kept; each costs a few kilobytes per layer.
+_KEPT_WIDTHS = 32
 
 # gpt-oss: gate * sigmoid(1.702 * gate) * (up + 1), both limited to 7.
 _OAI_ALPHA = 1.702
@@ -116,6 +118,33 @@ class _Experts(abc.ABC):
         """Return the weighted sum, and how many experts and rows of experts were computed."""
 
 
+class _Buffers:
+    """Flat arrays that all layers of a bank share, each as large as the bank's largest pass needs it.
+
+    Args:
+        max_rows: most rows of a pass.
+        widths: of a row, by name.
+    """
+
+    def __init__(self, max_rows: int, widths: Mapping[str, int]) -> None:
+        self._flat = {name: np.zeros(max_rows * width, np.float32) for name, width in widths.items()}
+
+    def take(self, name: str, rows: int, width: int) -> F32:
+        """Return the begin of a buffer as [rows, width]."""
+        return self._flat[name][: rows * width].reshape(rows, width)
+
+
+@dataclass(frozen=True, eq=False)
+class _FusedBinding:
+    """A session of all experts tied to buffers, for one number of rows."""
+
+    x: F32
+    chosen: F32
+    mix: F32
+    y: F32
+    run: Bound
+
+
 class _Fused(_Experts):
     def __init__(
         self,
@@ -124,6 +153,7 @@ class _Fused(_Experts):
         held: list[tuple[int, int]],
         precision: Precision,
         runtime: Runtime,
+        buffers: _Buffers,
     ) -> None:
         moe = layer.moe
         assert moe is not None
@@ -159,6 +189,9 @@ class _Fused(_Experts):
         )
         g.output(y, "y", ["n", width])
         self._session = g.session(runtime)
+        self._width = width
+        self._buffers = buffers
+        self._bound: OrderedDict[int, _FusedBinding] = OrderedDict()
 
     @staticmethod
     def _stage(
@@ -194,17 +227,34 @@ class _Fused(_Experts):
         return [g.weight(packed), g.weight(scales), bias_name]
 
     def compute(self, x: F32, ids: I32, weights: F32) -> tuple[F32, int, int]:
+        n = len(x)
+        bound = self._bound.get(n)
+        if bound is None:
+            bound = self._bound[n] = self._bind(n)
+            if len(self._bound) > _KEPT_WIDTHS:
+                self._bound.popitem(last=False)
         places = self._place[ids]
-        rows, columns = np.nonzero(places >= 0)
-        if not len(rows):
-            return np.zeros_like(x), 0, 0
-        chosen = np.zeros((len(x), self.count), np.float32)
-        mix = np.zeros_like(chosen)
-        here = places[rows, columns]
-        chosen[rows, here] = 1.0
-        mix[rows, here] = weights[rows, columns]
-        y = self._session.run({"x": x, "chosen": chosen, "mix": mix})[0]
-        return y, len(np.unique(here)), len(rows)
+        if self.count < self.n_expert:
+            rows, columns = np.nonzero(places >= 0)
+            if not len(rows):
+                return np.zeros_like(x), 0, 0
+            places, weights = places[rows, columns], weights[rows, columns]
+        else:
+            rows = np.arange(n)[:, None]
+        bound.chosen.fill(0.0)
+        bound.mix.fill(0.0)
+        bound.chosen[rows, places] = 1.0
+        bound.mix[rows, places] = weights
+        np.copyto(bound.x, x)
+        bound.run()
+        return bound.y.copy(), int(np.count_nonzero(bound.chosen.any(0))), places.size
+
+    def _bind(self, n: int) -> _FusedBinding:
+        """Tie the session to buffers for n rows."""
+        x, y = (self._buffers.take(name, n, self._width) for name in ("x", "y"))
+        chosen, mix = (self._buffers.take(name, n, self.count) for name in ("chosen", "mix"))
+        run = self._session.bind({"x": x, "chosen": chosen, "mix": mix}, {"y": y})
+        return _FusedBinding(x, chosen, mix, y, run)
 
 
 class _Single(_Experts):
@@ -222,6 +272,9 @@ class _Single(_Experts):
         assert moe is not None
         super().__init__(moe.n_expert, held)
         self._pool = pool
+        # The thread that asks computes too.
+        self._helpers = runtime.threads - 1
+        self._width = source.tensors[layer.name(EXPERT_WEIGHTS[2])].shape[1]
         one_thread = replace(runtime, threads=1)
         infos = [source.tensors[layer.name(suffix)] for suffix in EXPERT_WEIGHTS]
         gate, up = infos[0].type, infos[1].type
@@ -262,6 +315,8 @@ class _Single(_Experts):
             self._sessions = list(loaders.map(load, (e for lo, hi in held for e in range(lo, hi))))
 
     def compute(self, x: F32, ids: I32, weights: F32) -> tuple[F32, int, int]:
+        if len(x) == 1:
+            return self._compute_one(x, self._place[ids[0]], weights[0])
         places = self._place[ids].reshape(-1)
         # Sort the choices by expert, so that each expert gets all its rows at once.
         order = np.argsort(places, kind="stable")
@@ -270,22 +325,50 @@ class _Single(_Experts):
         if not len(order):
             return out, 0, 0
         experts, begins = np.unique(places[order], return_index=True)
-        ends = [*begins[1:].tolist(), len(order)]
+        ends = np.append(begins[1:], len(order))
         rows = order // ids.shape[1]
         mix = weights.reshape(-1)[order][:, None]
         if self._wide is not None:
             x = widen(x, self._wide)
-
-        def one(index: int) -> F32:
-            part = slice(begins[index], ends[index])
-            inputs = {"x": x[rows[part]], "mix": mix[part]}
-            return self._sessions[experts[index]].run(inputs)[0]
-
-        indices = range(len(experts))
-        results = map(one, indices) if self._pool is None else self._pool.map(one, indices)
-        for index, result in enumerate(results):
-            out[rows[begins[index] : ends[index]]] += result
+        # Those with the most rows first, so that no thread ends long after the others.
+        largest_first = np.argsort(begins - ends, kind="stable").tolist()
+        parts = [slice(begin, end) for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+        results = self._run([(int(experts[i]), x[rows[parts[i]]], mix[parts[i]]) for i in largest_first])
+        # In the order of the experts, so that a sum does not depend on who was first.
+        for i, result in sorted(zip(largest_first, results, strict=True)):
+            out[rows[parts[i]]] += result
         return out, len(experts), len(order)
+
+    def _compute_one(self, x: F32, places: I32, weights: F32) -> tuple[F32, int, int]:
+        """Do the same for one row, where all that sorting would take as long as an expert."""
+        if self._wide is not None:
+            x = widen(x, self._wide)
+        chosen = sorted((place, at) for at, place in enumerate(places.tolist()) if place >= 0)
+        if not chosen:
+            return np.zeros((1, self._width), np.float32), 0, 0
+        results = self._run([(place, x, weights[at : at + 1, None]) for place, at in chosen])
+        out = results[0]
+        for result in results[1:]:
+            out += result
+        return out, len(chosen), len(chosen)
+
+    def _run(self, work: list[tuple[int, F32, F32]]) -> list[F32]:
+        """Compute experts, their rows and weights [n, 1], on all threads."""
+        results = [work[0][1]] * len(work)
+        left = iter(range(len(work)))
+
+        def take() -> None:
+            for index in left:
+                expert, x, mix = work[index]
+                results[index] = self._sessions[expert].run({"x": x, "mix": mix})[0]
+
+        helpers = [] if self._pool is None else [self._pool.submit(take) for _ in range(self._helpers)]
+        take()
+        for helper in helpers:
+            # One that has not begun has nothing left to do.
+            if not helper.cancel():
+                helper.result()
+        return results
 
 
 def _expert_graph(
@@ -327,12 +410,8 @@ class OnnxBank(ExpertBank):
     Args:
         shape: the model.
         source: the weights.
-        ranges: (layer, lo, hi) of what is held.
+        spec: which experts, and how they are computed.
         memory: what was estimated.
-        max_rows: most rows of one call.
-        precision: of the products.
-        threads: threads of computation, 0 for all cores.
-        device: ``cpu`` or the name of an execution provider.
         kernels: what onnxruntime can do here.
         taken: called with the name of each tensor that was read.
 
@@ -345,31 +424,32 @@ class OnnxBank(ExpertBank):
         self,
         shape: ModelShape,
         source: TensorSource,
-        ranges: tuple[ExpertRange, ...],
+        spec: BankSpec,
         *,
         memory: MemoryEstimate,
-        max_rows: int,
-        precision: Precision,
-        threads: int,
-        device: str,
         kernels: Kernels,
         taken: Callable[[str], None],
     ) -> None:
         self.shape = shape
-        self.ranges = ranges
+        self.ranges = spec.ranges
         self._memory = memory
-        self._max_rows = max_rows
-        runtime = Runtime.of(threads, device)
+        self._max_rows = spec.max_rows
+        precision = spec.precision
+        runtime = Runtime.of(spec.threads, spec.device)
         # With a shared pool every operator is spread over its threads, so experts run one after another.
         spread = runtime.threads > 1 and not spinning_threads()
-        self._pool = ThreadPoolExecutor(runtime.threads, thread_name_prefix="expert") if spread else None
+        self._pool = ThreadPoolExecutor(runtime.threads - 1, thread_name_prefix="expert") if spread else None
         self._calls = self._rows = self._expert_runs = self._expert_rows = 0
         self._layers: dict[int, _Experts] = {}
-        for index, held in experts_by_layer(shape, ranges).items():
+        by_layer = experts_by_layer(shape, spec.ranges)
+        most = max(sum(hi - lo for lo, hi in held) for held in by_layer.values())
+        widths = {"x": shape.n_embd, "y": shape.n_embd, "chosen": most, "mix": most}
+        buffers = _Buffers(spec.max_rows, widths)
+        for index, held in by_layer.items():
             layer = shape.layers[index]
             types = {suffix: source.tensors[layer.name(suffix)].type for suffix in EXPERT_WEIGHTS}
             if fusible(layer, types, precision, kernels):
-                self._layers[index] = _Fused(source, layer, held, precision, runtime)
+                self._layers[index] = _Fused(source, layer, held, precision, runtime, buffers)
             else:
                 self._layers[index] = _Single(source, layer, held, precision, runtime, kernels, self._pool)
             for name in shape.expert_tensors(index):
@@ -379,25 +459,11 @@ class OnnxBank(ExpertBank):
         return self._memory
 
     def compute(self, layer: int, x: F32, ids: I32, weights: F32) -> F32:
-        experts = self._layers.get(layer)
-        if experts is None:
-            raise EngineError(f"no experts of layer {layer} are held here, only of {sorted(self._layers)}")
-        n = len(x)
-        if not 1 <= n <= self._max_rows or x.shape != (n, self.shape.n_embd) or x.dtype != np.float32:
-            raise EngineError(
-                f"rows of shape {x.shape}, {x.dtype}; need 1 to {self._max_rows} of {self.shape.n_embd}, float32"
-            )
-        if ids.ndim != 2 or ids.shape != weights.shape or len(ids) != n or not ids.shape[1]:
-            raise EngineError(f"expert ids {ids.shape} and weights {weights.shape} do not fit {n} rows")
-        if ids.min() < 0 or ids.max() >= experts.n_expert:
-            raise EngineError(f"expert {ids.max()} or {ids.min()} outside {experts.n_expert} experts")
-        moe = self.shape.layers[layer].moe
-        assert moe is not None
-        if ids.shape[1] > moe.n_used:  # QMoE would leave out what is beyond
-            raise EngineError(f"{ids.shape[1]} experts a row; the model uses {moe.n_used}")
+        self.check(self._layers, self._max_rows, layer, x, ids, weights)
+        experts = self._layers[layer]
         y, runs, rows = experts.compute(np.ascontiguousarray(x), ids, weights)
         self._calls += 1
-        self._rows += n
+        self._rows += len(x)
         self._expert_runs += runs
         self._expert_rows += rows
         return y

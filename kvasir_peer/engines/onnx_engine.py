@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvasir_peer.engines.architectures import EXPERT_WEIGHTS, ModelShape, parse
 from kvasir_peer.engines.base import (
+    BankSpec,
     ExpertBank,
-    ExpertRange,
     LayerStack,
     MemoryEstimate,
     Precision,
@@ -52,12 +52,14 @@ class _Counter:
             self._progress(self._done, self._total)
 
 
-def _expert_ranges(shape: ModelShape, spec: StackSpec) -> tuple[ExpertRange, ...]:
-    return tuple(
+def _own_experts(shape: ModelShape, spec: StackSpec) -> BankSpec | None:
+    """Return what bank a stack has of its own, or None where its layers have no experts."""
+    ranges = tuple(
         (layer.index, 0, layer.moe.n_expert)
         for layer in shape.layers[spec.first : spec.end]
         if layer.moe is not None
     )
+    return BankSpec(ranges, spec.max_rows, spec.precision, spec.threads, spec.device) if ranges else None
 
 
 def make_stack(source: TensorSource, spec: StackSpec, progress: Progress | None) -> LayerStack:
@@ -67,22 +69,12 @@ def make_stack(source: TensorSource, spec: StackSpec, progress: Progress | None)
     kernels = usable_kernels(spec.device)
     _say_what_is_dequantised([source.tensors[name] for name in names], spec.precision, kernels)
     counter = _Counter({name: source.tensors[name].n_bytes for name in names}, progress)
-    ranges = _expert_ranges(shape, spec)
+    experts = _own_experts(shape, spec)
     bank = None
-    if ranges:
-        bank = OnnxBank(
-            shape,
-            source,
-            ranges,
-            # The stack's own estimate counts its experts.
-            memory=MemoryEstimate(0, 0, 0),
-            max_rows=spec.max_rows,
-            precision=spec.precision,
-            threads=spec.threads,
-            device=spec.device,
-            kernels=kernels,
-            taken=counter.taken,
-        )
+    if experts is not None:
+        # The stack's own estimate counts its experts.
+        nothing = MemoryEstimate(0, 0, 0)
+        bank = OnnxBank(shape, source, experts, memory=nothing, kernels=kernels, taken=counter.taken)
     memory = _stack_memory(shape, source.tensors, spec, kernels)
     stack = OnnxStack(shape, source, spec, memory=memory, kernels=kernels, bank=bank, progress=counter.taken)
     source.release()
@@ -90,31 +82,19 @@ def make_stack(source: TensorSource, spec: StackSpec, progress: Progress | None)
     return stack
 
 
-def make_bank(
-    source: TensorSource,
-    ranges: tuple[ExpertRange, ...],
-    *,
-    max_rows: int,
-    threads: int,
-    device: str,
-    precision: Precision,
-) -> ExpertBank:
+def make_bank(source: TensorSource, spec: BankSpec) -> ExpertBank:
     """Load experts; see :func:`kvasir_peer.engines.base.create_bank`."""
     shape = parse(source.metadata, source.tensors)
-    kernels = usable_kernels(device)
-    layers = experts_by_layer(shape, ranges)
+    kernels = usable_kernels(spec.device)
+    layers = experts_by_layer(shape, spec.ranges)
     names = [name for index in layers for name in shape.expert_tensors(index)]
-    _say_what_is_dequantised([source.tensors[name] for name in names], precision, kernels)
-    memory = _bank_memory(shape, source.tensors, ranges, max_rows, precision, kernels)
+    _say_what_is_dequantised([source.tensors[name] for name in names], spec.precision, kernels)
+    memory = _bank_memory(shape, source.tensors, spec, kernels)
     bank = OnnxBank(
         shape,
         source,
-        ranges,
+        spec,
         memory=replace(memory, workspace=memory.workspace + _BANK_HEAP_BYTES),
-        max_rows=max_rows,
-        precision=precision,
-        threads=threads,
-        device=device,
         kernels=kernels,
         taken=lambda name: None,
     )
@@ -131,17 +111,11 @@ def estimate_stack(
 
 
 def estimate_bank(
-    metadata: Mapping[str, Any],
-    tensors: Mapping[str, TensorInfo],
-    ranges: tuple[ExpertRange, ...],
-    *,
-    max_rows: int,
-    device: str,
-    precision: Precision,
+    metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo], spec: BankSpec
 ) -> MemoryEstimate:
     """Say what a bank would take; see :func:`kvasir_peer.engines.base.estimate_bank`."""
     shape = parse(metadata, tensors)
-    memory = _bank_memory(shape, tensors, ranges, max_rows, precision, probe(device).kernels)
+    memory = _bank_memory(shape, tensors, spec, probe(spec.device).kernels)
     return replace(memory, workspace=memory.workspace + _BANK_HEAP_BYTES)
 
 
@@ -152,8 +126,10 @@ def _stack_memory(
     shape: ModelShape, tensors: Mapping[str, TensorInfo], spec: StackSpec, kernels: Kernels
 ) -> MemoryEstimate:
     layers = shape.layers[spec.first : spec.end]
-    ranges = _expert_ranges(shape, spec)
-    experts = {name for index, _, _ in ranges for name in shape.expert_tensors(index)}
+    own = _own_experts(shape, spec)
+    experts = set()
+    if own is not None:
+        experts = {name for index, _, _ in own.ranges for name in shape.expert_tensors(index)}
     weights = SESSION_BYTES * (len(layers) + 2)
     for name in shape.stage_tensors(spec.first, spec.end):
         if name in experts:
@@ -170,35 +146,30 @@ def _stack_memory(
         caches = 1 if heads.latent else 2
         kv += 4 * caches * spec.n_slots * spec.context_length * heads.n_head_kv * head_width(heads)
     workspace = HEAP_BYTES + _workspace(shape, spec)
-    if ranges:
-        bank = _bank_memory(shape, tensors, ranges, spec.max_rows, spec.precision, kernels)
+    if own is not None:
+        bank = _bank_memory(shape, tensors, own, kernels)
         weights += bank.weights
         workspace += bank.workspace
     return MemoryEstimate(weights, kv, workspace)
 
 
 def _bank_memory(
-    shape: ModelShape,
-    tensors: Mapping[str, TensorInfo],
-    ranges: tuple[ExpertRange, ...],
-    max_rows: int,
-    precision: Precision,
-    kernels: Kernels,
+    shape: ModelShape, tensors: Mapping[str, TensorInfo], spec: BankSpec, kernels: Kernels
 ) -> MemoryEstimate:
     weights = workspace = 0
-    for index, held in experts_by_layer(shape, ranges).items():
+    for index, held in experts_by_layer(shape, spec.ranges).items():
         layer = shape.layers[index]
         moe = layer.moe
         assert moe is not None
         count = sum(hi - lo for lo, hi in held)
         for name in shape.expert_tensors(index):
-            weights += _container_bytes(tensors[name], count / moe.n_expert, precision, kernels)
+            weights += _container_bytes(tensors[name], count / moe.n_expert, spec.precision, kernels)
         types = {suffix: tensors[layer.name(suffix)].type for suffix in EXPERT_WEIGHTS}
-        fused = fusible(layer, types, precision, kernels)
+        fused = fusible(layer, types, spec.precision, kernels)
         weights += SESSION_BYTES if fused else _EXPERT_SESSION_BYTES * count
         # Results wait for their sum; what is inside an expert lives as long as that one runs.
-        per_row = (moe.n_used + 2) * shape.n_embd + 4 * moe.width
-        workspace = max(workspace, 4 * max_rows * per_row)
+        per_row = (moe.n_used + 4) * shape.n_embd + 4 * moe.width + 2 * count
+        workspace = max(workspace, 4 * spec.max_rows * per_row)
     return MemoryEstimate(weights, 0, workspace)
 
 

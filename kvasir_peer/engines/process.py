@@ -8,6 +8,7 @@ end of the socket closes, for whatever reason, the process ends at once: an engi
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import queue
 import signal
@@ -26,7 +27,8 @@ import psutil
 import kvasir_peer.errors as errors
 from kvasir_peer.engines import orders
 from kvasir_peer.engines.arena import Arena
-from kvasir_peer.engines.base import F32, ExpertBank, ExpertWork, Precision
+from kvasir_peer.engines.base import F32, ExpertBank, ExpertWork, MemoryEstimate, Precision
+from kvasir_peer.engines.choice import free_memory
 from kvasir_peer.engines.expert_runner import ExpertRunner, FlooredBank
 from kvasir_peer.engines.interleaving import Interleaving
 from kvasir_peer.engines.orders import ArenaShape
@@ -37,6 +39,8 @@ from kvasir_peer.wire.ring import Output
 # Urgency of orders: the ring's passes must keep their sequence, so prefill and decode share a class. What a pass that
 # has begun waits for comes before the next pass.
 _CONTROL, _BEGUN, _RING, _EXPERTS, _CHECKS = 0, 1, 2, 3, 4
+# Estimates are right within a tenth; a cap has to hold.
+_ESTIMATE_MARGIN = 1.1
 _URGENCY = {"ring": _BEGUN, "experts": _EXPERTS, "checks": _CHECKS}
 
 
@@ -106,6 +110,13 @@ class EngineProcess:
             self._fail(order, type(error).__name__, str(error))
         elif isinstance(error, MemoryError):
             self._fail(order, "ResourceError", f"out of memory: {error}")
+        elif type(error).__name__ == "OutOfMemoryError":  # torch's, on a GPU
+            reason = str(error).splitlines()[0][:300]
+            self._fail(
+                order,
+                "ResourceError",
+                f"the GPU is out of memory: {reason} End other programs that use it, or take fewer layers or slots",
+            )
         elif isinstance(error, ValueError | IndexError | KeyError | RuntimeError | OSError | TypeError):
             # A library's own error: the order fails by name, the process and its other work go on.
             self._fail(order, "EngineError", f"{type(error).__name__}: {error}".splitlines()[0][:500])
@@ -208,36 +219,16 @@ class EngineProcess:
         self._answer(orders.ExpertsDone(order.job, written, (time.perf_counter() - started) * 1e3))
 
     def _load_bank(self, order: orders.LoadBank) -> None:
-        from kvasir_peer.engines.base import create_bank, estimate_bank
+        from kvasir_peer.engines.base import BankSpec, create_bank, estimate_bank
 
         self._forget()
         started = time.perf_counter()
         source = _open_bank_source(order)
         precision: Precision = "exact" if order.precision == "exact" else "fast"
-        memory = estimate_bank(
-            order.engine,
-            source.metadata,
-            source.tensors,
-            order.ranges,
-            max_rows=order.max_rows,
-            device=order.device,
-            precision=precision,
-        )
-        allowed = order.memory_limit or psutil.virtual_memory().available
-        if order.device == "cpu" and memory.total > allowed:
-            raise errors.ResourceError(
-                f"these experts need {memory.total / 1e6:.0f} MB, {allowed / 1e6:.0f} MB are allowed; "
-                "give more with --memory"
-            )
-        self._bank = create_bank(
-            order.engine,
-            source,
-            order.ranges,
-            max_rows=order.max_rows,
-            threads=order.threads,
-            device=order.device,
-            precision=precision,
-        )
+        spec = BankSpec(order.ranges, order.max_rows, precision, order.threads, order.device)
+        memory = estimate_bank(order.engine, source.metadata, source.tensors, spec)
+        _refuse_what_does_not_fit(order, memory, self._resident(), "these experts", "fewer experts")
+        self._bank = create_bank(order.engine, source, spec)
         source.release()
         if order.expert_floor_ms > 0:
             self._bank = FlooredBank(self._bank, order.expert_floor_ms / 1e3)
@@ -299,14 +290,9 @@ class EngineProcess:
             device=order.device,
         )
         memory = estimate_stack(order.engine, source.metadata, source.tensors, spec)
-        allowed = order.memory_limit or psutil.virtual_memory().available
-        if order.device == "cpu" and memory.total > allowed:
-            raise errors.ResourceError(
-                f"layers {order.first} to {order.end - 1} need {memory.total / 1e6:.0f} MB "
-                f"({memory.weights / 1e6:.0f} weights, {memory.kv / 1e6:.0f} KV cache, "
-                f"{memory.workspace / 1e6:.0f} workspace), {allowed / 1e6:.0f} MB are allowed; "
-                "give more with --memory, or take fewer layers, slots or a shorter context"
-            )
+        what = f"layers {order.first} to {order.end - 1}"
+        less = "fewer layers, slots or a shorter context"
+        _refuse_what_does_not_fit(order, memory, self._resident(), what, less)
         last = 0.0
 
         def progress(done: int, total: int) -> None:
@@ -365,6 +351,36 @@ class EngineProcess:
             pass  # the agent is gone, or not an agent: the process ends below, in both cases
         # The main thread may be deep in a matrix product that nothing interrupts.
         os._exit(0)
+
+
+def _refuse_what_does_not_fit(
+    order: orders.LoadStage | orders.LoadBank, memory: MemoryEstimate, process: int, what: str, less: str
+) -> None:
+    """Hold what loading will take, at the worst, against what is allowed, or else against what is free.
+
+    Args:
+        order: to load.
+        memory: what was estimated.
+        process: bytes that the process has before.
+        what, less: for the message: what does not fit, and what would.
+
+    Raises:
+        ResourceError: with the numbers.
+    """
+    # On a GPU what counts is the GPU's memory, of which the process has nothing yet.
+    process = process if order.device == "cpu" else 0
+    need = int(memory.total * _ESTIMATE_MARGIN) + process
+    limit = order.memory_limit
+    # What is free does not count what the process has already.
+    allowed = limit or free_memory(order.device) + process
+    if need > allowed:
+        raise errors.ResourceError(
+            f"{what} need {math.ceil(need / 1e6)} MB ({memory.weights / 1e6:.0f} weights, "
+            f"{memory.kv / 1e6:.0f} KV cache, {memory.workspace / 1e6:.0f} workspace, a tenth more to be safe, "
+            f"{process / 1e6:.0f} the engine itself), {allowed // 1_000_000} MB are "
+            f"{'allowed' if limit else 'free'}; {'give more with --memory' if limit else 'end other programs'}, "
+            f"or take {less}"
+        )
 
 
 def _urgency(order: object) -> int:

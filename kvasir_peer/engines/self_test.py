@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvasir_peer.engines import quants
-from kvasir_peer.engines.base import F32, Precision, create_bank
+from kvasir_peer.engines.base import F32, BankSpec, Precision, create_bank
 from kvasir_peer.errors import EngineError
 from kvasir_peer.models.gguf import TensorInfo
 
@@ -150,15 +150,8 @@ def run(engine: str, device: str = "cpu", *, threads: int = 0) -> SelfTest:
     for type_name, precision in _CASES:
         source = RandomExperts(type_name)
         with unsaid():
-            bank = create_bank(
-                engine,
-                source,
-                [(0, 0, _EXPERTS)],
-                max_rows=_ROWS,
-                threads=threads,
-                device=device,
-                precision=precision,
-            )
+            spec = BankSpec(((0, 0, _EXPERTS),), _ROWS, precision, threads, device)
+            bank = create_bank(engine, source, spec)
         try:
             expected = source.expected(x, ids, weights)
             end = time.monotonic() + _SECONDS

@@ -22,7 +22,7 @@ from kvasir_peer.errors import EngineError, UsageError
 
 if TYPE_CHECKING:
     from kvasir_peer.engines.architectures import ModelShape
-    from kvasir_peer.engines.base import ExpertRange, Precision, Progress
+    from kvasir_peer.engines.base import BankSpec, Progress
     from kvasir_peer.models.gguf import TensorInfo
     from kvasir_peer.models.sources import TensorSource
 
@@ -138,15 +138,7 @@ def make_stack(source: TensorSource, spec: StackSpec, progress: Progress | None)
     return SyntheticStack(_shape(source.metadata), spec)
 
 
-def make_bank(
-    source: TensorSource,
-    ranges: tuple[ExpertRange, ...],
-    *,
-    max_rows: int,
-    threads: int,
-    device: str,
-    precision: Precision,
-) -> ExpertBank:
+def make_bank(source: TensorSource, spec: BankSpec) -> ExpertBank:
     """It has no experts.
 
     Raises:
@@ -163,13 +155,7 @@ def estimate_stack(
 
 
 def estimate_bank(
-    metadata: Mapping[str, Any],
-    tensors: Mapping[str, TensorInfo],
-    ranges: tuple[ExpertRange, ...],
-    *,
-    max_rows: int,
-    device: str,
-    precision: Precision,
+    metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo], spec: BankSpec
 ) -> MemoryEstimate:
     """It has no experts.
 

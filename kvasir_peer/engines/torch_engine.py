@@ -16,11 +16,10 @@ from kvasir_peer.engines.architectures import (
     parse,
 )
 from kvasir_peer.engines.base import (
+    BankSpec,
     ExpertBank,
-    ExpertRange,
     LayerStack,
     MemoryEstimate,
-    Precision,
     Progress,
     StackSpec,
     experts_by_layer,
@@ -67,28 +66,25 @@ def make_stack(
     return stack
 
 
-def make_bank(
-    source: TensorSource,
-    ranges: tuple[ExpertRange, ...],
-    *,
-    max_rows: int,
-    threads: int,
-    device: str,
-    precision: Precision,
-    options: TorchOptions | None = None,
-) -> ExpertBank:
-    """Load experts; see :func:`kvasir_peer.engines.base.create_bank`."""
-    options = options or options_for(device, precision)
+def make_bank(source: TensorSource, spec: BankSpec, options: TorchOptions | None = None) -> ExpertBank:
+    """Load experts; see :func:`kvasir_peer.engines.base.create_bank`.
+
+    Args:
+        source: of the weights.
+        spec: which experts.
+        options: how to use the device; None takes what is best for it.
+    """
+    options = options or options_for(spec.device, spec.precision)
     shape = parse(source.metadata, source.tensors)
-    layers = experts_by_layer(shape, ranges)
-    _use_threads(threads)
+    layers = experts_by_layer(shape, spec.ranges)
+    _use_threads(spec.threads)
     names = [name for layer in layers for name in shape.expert_tensors(layer)]
     _say_what_is_dequantised(source.tensors, names, options)
-    estimate = _bank_memory(shape, source.tensors, layers, max_rows, options)
+    estimate = _bank_memory(shape, source.tensors, layers, spec.max_rows, options)
     loader = Loader(source, options, 0, None)
     experts = {layer: Experts(shape.layers[layer], held, loader, options) for layer, held in layers.items()}
     source.release()
-    return TorchExpertBank(shape, ranges, experts, estimate, options, max_rows)
+    return TorchExpertBank(shape, spec.ranges, experts, estimate, options, spec.max_rows)
 
 
 def estimate_stack(
@@ -99,18 +95,12 @@ def estimate_stack(
 
 
 def estimate_bank(
-    metadata: Mapping[str, Any],
-    tensors: Mapping[str, TensorInfo],
-    ranges: tuple[ExpertRange, ...],
-    *,
-    max_rows: int,
-    device: str,
-    precision: Precision,
+    metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo], spec: BankSpec
 ) -> MemoryEstimate:
     """Say what :func:`make_bank` takes."""
     shape = parse(metadata, tensors)
-    options = options_for(device, precision)
-    return _bank_memory(shape, tensors, experts_by_layer(shape, ranges), max_rows, options)
+    options = options_for(spec.device, spec.precision)
+    return _bank_memory(shape, tensors, experts_by_layer(shape, spec.ranges), spec.max_rows, options)
 
 
 def _use_threads(threads: int) -> None:

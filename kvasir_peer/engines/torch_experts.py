@@ -19,7 +19,6 @@ from kvasir_peer.engines.architectures import (
 )
 from kvasir_peer.engines.base import F32, I32, ExpertBank, ExpertRange, MemoryEstimate
 from kvasir_peer.engines.torch_weights import PIECE_WEIGHTS, Loader, TorchOptions, Weight
-from kvasir_peer.errors import EngineError
 
 # A sum of router weights is kept from zero by the smallest normal float16, as llama.cpp does.
 _SMALLEST_SUM = 6.103515625e-5
@@ -241,16 +240,8 @@ class TorchExpertBank(ExpertBank):
 
     @torch.inference_mode()
     def compute(self, layer: int, x: F32, ids: I32, weights: F32) -> F32:
-        experts = self._experts.get(layer)
-        if experts is None:
-            raise EngineError(f"no experts of layer {layer} are held here")
-        n = len(x)
-        if not 1 <= n <= self._max_rows or x.shape != (n, self.shape.n_embd):
-            raise EngineError(f"rows of shape {x.shape}; need 1 to {self._max_rows} of {self.shape.n_embd}")
-        if ids.ndim != 2 or ids.shape != weights.shape or len(ids) != n or not ids.shape[1]:
-            raise EngineError(f"expert ids {ids.shape} and weights {weights.shape} do not fit {n} rows")
-        if ids.min() < 0 or ids.max() >= experts.n_expert:
-            raise EngineError(f"expert {ids.max()} or {ids.min()} outside {experts.n_expert} experts")
+        self.check(self._experts, self._max_rows, layer, x, ids, weights)
+        experts = self._experts[layer]
         device = self._options.device
         result = experts.compute(
             torch.from_numpy(np.array(x, np.float32)).to(device),

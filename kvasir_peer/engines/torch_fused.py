@@ -15,6 +15,7 @@ A program of the kernel computes a few outputs of one (row, matrix) pair. It wal
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,8 +45,9 @@ _UNIT: Mapping[int, int] = {
     }.items()
 }
 TYPES = frozenset(_UNIT)
-# What compiling or starting a kernel can raise on a device that it does not suit.
-FAILURES = (RuntimeError, TritonError)
+# What compiling or starting a kernel can raise on a device that it does not suit, or on a machine that lacks what
+# Triton builds its launcher with (a C compiler, Python's headers).
+FAILURES = (RuntimeError, TritonError, OSError, subprocess.SubprocessError, AssertionError, ImportError)
 
 _Q4_0: tl.constexpr = tl.constexpr(2)
 _Q4_1: tl.constexpr = tl.constexpr(3)
@@ -80,16 +82,19 @@ def _bytes(block, mask, FIRST: tl.constexpr, COUNT: tl.constexpr, WORD: tl.const
     """
     if WORD == 1:
         at = block[:, :, None] + FIRST + tl.arange(0, COUNT)[None, None, :]
-        return tl.load(at, mask=mask[:, :, None], other=0)
-    if WORD == 2:
-        at = (block + FIRST).to(tl.pointer_type(tl.uint16))[:, :, None]
-        halves = tl.load(at + tl.arange(0, COUNT // 2)[None, None, :], mask=mask[:, :, None], other=0)
+        found = tl.load(at, mask=mask[:, :, None], other=0)
     else:
-        at = (block + FIRST).to(tl.pointer_type(tl.uint32))[:, :, None]
-        words = tl.load(at + tl.arange(0, COUNT // 4)[None, None, :], mask=mask[:, :, None], other=0)
-        halves = tl.join(words & 0xFFFF, words >> 16).reshape(block.shape[0], block.shape[1], COUNT // 2)
-    parts = tl.join(halves & 0xFF, halves >> 8)
-    return parts.reshape(block.shape[0], block.shape[1], COUNT).to(tl.uint8)
+        if WORD == 2:
+            at = (block + FIRST).to(tl.pointer_type(tl.uint16))[:, :, None]
+            halves = tl.load(at + tl.arange(0, COUNT // 2)[None, None, :], mask=mask[:, :, None], other=0)
+        else:
+            at = (block + FIRST).to(tl.pointer_type(tl.uint32))[:, :, None]
+            words = tl.load(at + tl.arange(0, COUNT // 4)[None, None, :], mask=mask[:, :, None], other=0)
+            pairs = tl.join(words & 0xFFFF, words >> 16)
+            halves = pairs.reshape(block.shape[0], block.shape[1], COUNT // 2)
+        parts = tl.join(halves & 0xFF, halves >> 8)
+        found = parts.reshape(block.shape[0], block.shape[1], COUNT).to(tl.uint8)
+    return found
 
 
 @triton.jit
@@ -122,7 +127,7 @@ def _q8_0(base, xs, unit, here, mask):
 def _e2m1(code):
     """Twice the value of a 4-bit float, float32."""
     low = code & 7
-    large = (2 | (low & 1)).to(tl.int32) << ((low >> 1).to(tl.int32) - 1)
+    large = ((low & 1) | 2).to(tl.int32) << (tl.maximum((low >> 1).to(tl.int32), 1) - 1)
     value = tl.where(low < 4, low.to(tl.int32), large).to(tl.float32)
     return tl.where(code > 7, -value, value)
 
@@ -131,7 +136,8 @@ def _e2m1(code):
 def _mxfp4(base, xs, unit, here, mask):
     block = base[:, None] + unit[None, :] * 17
     e = tl.load(block, mask=mask, other=0).to(tl.int32)
-    bits = tl.where(e < 2, 0x00200000 << tl.minimum(e, 1), (tl.maximum(e, 1) - 1) << 23)
+    # 2 ** (e - 128), put together from bits; the two smallest are subnormal.
+    bits = tl.where(e < 2, (tl.minimum(e, 1) + 1) * 0x00200000, (tl.maximum(e, 1) - 1) << 23)
     q = _bytes(block, mask, 1, 16, 1)
     low = _e2m1(q & 15) * _inputs(xs, unit, here, 32, 0, 16)
     high = _e2m1(q >> 4) * _inputs(xs, unit, here, 32, 16, 16)
@@ -271,6 +277,7 @@ def matvec(raw: Tensor, type_id: int, x: Tensor, matrices: Tensor, per_row: int 
         Float32 [p, out].
     """
     p, out = len(matrices), raw.shape[1]
+    x = x.contiguous()  # rows may be far apart, but not the values of a row
     y = torch.empty((p, out), dtype=torch.float32, device=x.device)
     grid: Any = (triton.cdiv(out, _BLOCK_OUT), p)
     _kernel[grid](

@@ -29,7 +29,6 @@ from kvasir_peer.engines.torch_attention import POSITIONS_STEP, Pass, Run, SlotC
 from kvasir_peer.engines.torch_experts import Experts, TorchExpertBank, activate, route
 from kvasir_peer.engines.torch_graphs import DecodeGraphs
 from kvasir_peer.engines.torch_weights import Loader, TorchOptions, Weight
-from kvasir_peer.errors import EngineError
 
 
 @dataclass(frozen=True, eq=False)
@@ -303,7 +302,7 @@ class TorchStack(LayerStack):
 
     def forward(self, rows: Rows, hidden: F32 | None) -> F32:
         with torch.inference_mode():
-            self._check(rows, hidden)
+            self.check(rows, hidden)
             if self._graphs is not None and self._graphs.takes(rows):
                 played = self._graphs.run(rows, hidden)
                 if played is not None:
@@ -313,7 +312,7 @@ class TorchStack(LayerStack):
         return result.cpu().numpy()
 
     def steps(self, rows: Rows, hidden: F32 | None) -> Steps:
-        self._check(rows, hidden)
+        self.check(rows, hidden)
         work = self._run(rows, hidden)
         answer: F32 | None = None
         while True:
@@ -393,14 +392,6 @@ class TorchStack(LayerStack):
         for layer in self._layers:
             x = yield from layer(x, batch)
         return x
-
-    def _check(self, rows: Rows, hidden: F32 | None) -> None:
-        rows.check(self.spec, self.shape.n_vocab if self.head else 0)
-        if self.head and hidden is not None:
-            raise EngineError("the first layers embed tokens; they take no hidden state")
-        if not self.head and (hidden is None or hidden.shape != (len(rows), self.shape.n_embd)):
-            got = "none" if hidden is None else f"shape {hidden.shape}"
-            raise EngineError(f"hidden state: {got}, need {(len(rows), self.shape.n_embd)}")
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Int64 [n] to float32 [n, n_embd]."""

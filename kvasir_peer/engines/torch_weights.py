@@ -25,6 +25,8 @@ from kvasir_peer.models.sources import TensorSource
 
 _log = logging.getLogger(__name__)
 
+# Compute capability of the first cards that have bfloat16 (Ampere).
+_BF16_CAPABILITY = (8, 0)
 # Up to so many rows the fused kernel reads the matrix once for each; beyond, one unpacking serves all.
 FUSED_ROWS = 4
 # Weights that are taken apart at a time: bounds the scratch space (256 MiB in float32) while a piece is still
@@ -78,7 +80,13 @@ def options_for(device: str, precision: Precision) -> TorchOptions:
     if where.type == "cpu":
         return TorchOptions(where, torch.float32)
     if where.type == "cuda":
-        half = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+        # Graphs are recorded and Triton's kernels started on the current device, whatever device the tensors are on.
+        if where.index is not None:
+            torch.cuda.set_device(where)
+        # Not is_bf16_supported(), which also counts cards that only emulate it.
+        half = (
+            torch.bfloat16 if torch.cuda.get_device_capability(where) >= _BF16_CAPABILITY else torch.float16
+        )
         dtype = torch.float32 if precision == "exact" else half
         return TorchOptions(
             where,
@@ -86,11 +94,32 @@ def options_for(device: str, precision: Precision) -> TorchOptions:
             keep_bytes=True,
             batched_attention=True,
             gather_pairs=128,
-            grouped=dtype == torch.bfloat16 and hasattr(F, "grouped_mm"),
+            grouped=dtype == torch.bfloat16 and _grouped_works(where),
             fused=True,
             graphs=True,
         )
     return TorchOptions(where, torch.float32 if precision == "exact" else torch.float16)
+
+
+@functools.cache
+def _grouped_works(device: torch.device) -> bool:
+    """Whether torch's grouped product is there and computes on the device what it should.
+
+    Versions of torch differ in which cards it runs on.
+    """
+    if not hasattr(F, "grouped_mm"):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn((5, 64), generator=generator).to(device, torch.bfloat16)
+    matrices = torch.randn((2, 32, 64), generator=generator).to(device, torch.bfloat16)
+    ends = torch.tensor([2, 5], dtype=torch.int32, device=device)
+    expected = torch.cat([F.linear(rows[:2], matrices[0]), F.linear(rows[2:], matrices[1])])
+    try:
+        found = F.grouped_mm(rows, matrices.transpose(1, 2), offs=ends)
+        return bool((found - expected).abs().max() <= 0.05 * expected.abs().max())
+    except (RuntimeError, NotImplementedError) as error:
+        _log.info("experts of many rows are computed one by one: %s", str(error).splitlines()[0])
+        return False
 
 
 class Weight:

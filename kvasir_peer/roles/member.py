@@ -8,12 +8,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-import psutil
 import trio
 
 from kvasir_peer import identity
 from kvasir_peer.agent.engine import Engine, open_engine
-from kvasir_peer.engines.choice import choose_engine
+from kvasir_peer.engines.choice import choose_engine, free_memory
 from kvasir_peer.identity import Identity
 from kvasir_peer.models.store import ChunkStore
 from kvasir_peer.net.node import Node
@@ -31,7 +30,7 @@ class Member:
         invitation: the ticket it joins with.
         me: its key.
         engine: the process; ``engine_name`` on ``device`` computes in it, at ``precision``.
-        memory: bytes for weights, cache and workspace.
+        memory: bytes for weights, cache, workspace and the engine itself.
     """
 
     invitation: Ticket
@@ -63,7 +62,7 @@ async def open_member(
     me = identity.load_or_create(settings.identity_path)
     report(Progress("start", me.peer_id))
     engine_name, device = choose_engine(settings.engine, settings.device)
-    memory = settings.memory or int(psutil.virtual_memory().available * memory_share)
+    memory = settings.memory or int(free_memory(device) * memory_share)
     relays = settings.relays or invitation.relays
     with await trio.to_thread.run_sync(ChunkStore, settings.store_path, settings.disk_limit()) as store:
         async with Node.open(

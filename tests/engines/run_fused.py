@@ -1,6 +1,8 @@
-"""Run as a program with TRITON_INTERPRET=1: the fused kernel beside unpacking first. Prints "same" at the end.
+"""Run as a program: the fused kernel beside unpacking first. Prints "same" at the end.
 
-Usage: run_fused.py kernel|stack
+Usage: run_fused.py kernel|stack cpu|cuda
+
+On ``cpu`` Triton interprets the kernel, which TRITON_INTERPRET=1 in the environment tells it.
 """
 
 import sys
@@ -19,7 +21,6 @@ from kvasir_peer.engines.torch_engine import make_stack
 from kvasir_peer.engines.torch_weights import TorchOptions, _fused_works
 from kvasir_peer.models.sources import GgufSource
 
-CPU = torch.device("cpu")
 # Where the float16 scales of a block stand.
 SCALES = {
     "Q4_0": (0,),
@@ -32,7 +33,7 @@ SCALES = {
 }
 
 
-def kernel() -> None:
+def kernel(device: torch.device) -> None:
     """All types, with outputs and units that do not fill a program."""
     generator = np.random.default_rng(0)
     assert {quants.TYPES[type_id].name for type_id in torch_fused.TYPES} == set(SCALES)
@@ -44,17 +45,17 @@ def kernel() -> None:
             blocks[..., at : at + 2] = values[..., None].view(np.uint8)
         if kind.name == "MXFP4":
             blocks[..., 0] = generator.integers(0, 130, blocks.shape[:3])
-        raw = torch.from_numpy(blocks.reshape(3, 11, -1))
-        x = torch.from_numpy(generator.standard_normal((4, 768)).astype(np.float32))
-        matrices = torch.tensor([2, 0, 1, 1, 2, 2, 0, 1])
+        raw = torch.from_numpy(blocks.reshape(3, 11, -1)).to(device)
+        x = torch.from_numpy(generator.standard_normal((4, 768)).astype(np.float32)).to(device)
+        matrices = torch.tensor([2, 0, 1, 1, 2, 2, 0, 1], device=device)
         found = torch_fused.matvec(raw, type_id, x, matrices, 2)
         weights = dequantize(raw, type_id, torch.float32)
         expected = torch.stack([weights[m] @ x[i // 2] for i, m in enumerate(matrices)])
         assert (found - expected).abs().max() < 1e-5 * expected.std(), kind.name
-        assert _fused_works(type_id, CPU), kind.name
+        assert _fused_works(type_id, device), kind.name
 
 
-def stack() -> None:
+def stack(device: torch.device) -> None:
     """A mixture with biases, dense parts and experts by the kernel, as a GPU decodes it."""
     model = tiny_models.BY_NAME["gpt-oss"]
     tensors = {}
@@ -68,7 +69,7 @@ def stack() -> None:
         results = []
         for fused in (False, True):
             options = TorchOptions(
-                CPU,
+                device,
                 torch.float32,
                 keep_bytes=True,
                 batched_attention=True,
@@ -84,5 +85,5 @@ def stack() -> None:
 
 
 if __name__ == "__main__":
-    {"kernel": kernel, "stack": stack}[sys.argv[1]]()
+    {"kernel": kernel, "stack": stack}[sys.argv[1]](torch.device(sys.argv[2]))
     print("same")

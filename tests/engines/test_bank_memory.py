@@ -19,7 +19,7 @@ HELD = 48
 _MEASURE = """
 import gc, json, sys
 import numpy as np
-from kvasir_peer.engines.base import create_bank, estimate_bank
+from kvasir_peer.engines.base import BankSpec, create_bank, estimate_bank
 from kvasir_peer.models.sources import GgufSource
 
 def anonymous():
@@ -42,9 +42,10 @@ else:
 
     torch.randn(64, 64) @ torch.randn(64, 64)
 source = GgufSource(path)
-said = estimate_bank(engine, source.metadata, source.tensors, [(0, 0, held)], max_rows=64)
+spec = BankSpec(((0, 0, held),), 64, threads=2)
+said = estimate_bank(engine, source.metadata, source.tensors, spec)
 before = anonymous()
-bank = create_bank(engine, source, [(0, 0, held)], max_rows=64, threads=2)
+bank = create_bank(engine, source, spec)
 run(bank, n_expert, width)
 print(json.dumps([said.total, bank.memory().total, anonymous() - before]))
 """

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from driving import prefill
-from helpers_onnx import stages
+from kinds import ONNX, stages
 from llama_cpp import LlamaCpp
 from smollm2 import TEXT_TOKENS, RealText
 
@@ -29,6 +29,7 @@ def test_a_text_is_predicted_as_by_llama_cpp(
     """Both round activations to 8 bits, each in its own way, so logits are compared statistically."""
     text: RealText = request.getfixturevalue(which)
     with stages(
+        ONNX,
         text.path,
         [0, 11, -1],
         n_slots=1,
@@ -49,7 +50,7 @@ def test_the_first_token_of_five_prompts_is_llama_cpps(real_text: RealText) -> N
     expected, got = [], []
     with (
         LlamaCpp(real_text.path, 64) as llama,
-        stages(real_text.path, [0, 15, -1], n_slots=1, context_length=64, precision="fast") as stacks,
+        stages(ONNX, real_text.path, [0, 15, -1], n_slots=1, context_length=64, precision="fast") as stacks,
     ):
         for prompt in PROMPTS:
             tokens = tokenizer.encode(prompt, add_special=False, parse_special=True)

@@ -7,9 +7,25 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+HAS_GPU = torch.cuda.is_available()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def run(part: str, device: str, **environment: str) -> None:
+    """Run in a process of its own, because Triton decides at import whether it interprets."""
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("run_fused.py"), part, device],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=os.environ | environment | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split()[-1] == "same"
 
 
 @pytest.mark.skipif(
@@ -17,21 +33,17 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 )
 @pytest.mark.parametrize("part", ["kernel", "stack"])
 def test_the_kernel_computes_what_unpacking_first_computes(part: str) -> None:
-    """In a process of its own, because Triton decides at import whether it interprets."""
-    run = subprocess.run(
-        [sys.executable, Path(__file__).with_name("run_fused.py"), part],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.split()[-1] == "same"
+    run(part, "cpu", TRITON_INTERPRET="1")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("part", ["kernel", "stack"])
+def test_on_a_gpu_it_computes_what_unpacking_first_computes(part: str) -> None:
+    run(part, "cuda")
 
 
 def test_without_triton_weights_are_taken_apart_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
     from kvasir_peer.engines.torch_weights import _fused_works
 
     _fused_works.cache_clear()
