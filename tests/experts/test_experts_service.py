@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,14 +18,14 @@ from starlette.applications import Starlette
 from kvasir_peer import identity
 from kvasir_peer.api.experts import expert_routes
 from kvasir_peer.engines.architectures import parse
-from kvasir_peer.errors import LinkError, PlanError, RefusedError
+from kvasir_peer.errors import LinkError, PlanError, RefusedError, WireError
 from kvasir_peer.experts import market_messages
-from kvasir_peer.experts.dispatch_map import decode_map, sign_map
+from kvasir_peer.experts.dispatch_map import DispatchMap, MapDispatcher, MapWorker, decode_map, sign_map
 from kvasir_peer.experts.ledger import Ledger
 from kvasir_peer.experts.market_client import MarketClient
 from kvasir_peer.experts.market_service import MarketService, MarketSettings
 from kvasir_peer.experts.recruitment import RecruitmentSettings
-from kvasir_peer.experts.volunteering import Ask, Claim, Join, sign_claim
+from kvasir_peer.experts.volunteering import Ask, Claim, DispatchReport, Join, Work, sign_claim
 from kvasir_peer.identity import Identity
 from kvasir_peer.models.gguf import GgufFile
 from kvasir_peer.models.manifest import build_manifest
@@ -98,8 +99,8 @@ class Peer:
 
 
 @asynccontextmanager
-async def peer(of: Bridge) -> AsyncIterator[Peer]:
-    me = Identity.generate()
+async def peer(of: Bridge, me: Identity | None = None) -> AsyncIterator[Peer]:
+    me = me or Identity.generate()
     async with (
         Node.open(me.private_key, listen=[LOOPBACK]) as node,
         node.http_client(of.me.peer_id, of.node.addresses()) as http,
@@ -205,8 +206,6 @@ async def test_a_held_heartbeat_ends_at_once_when_a_worker_is_quarantined_and_th
 
 
 def test_a_map_that_was_changed_or_is_another_bridges_is_refused() -> None:
-    from kvasir_peer.experts.dispatch_map import DispatchMap, MapWorker
-
     me, other = Identity.generate(), Identity.generate()
     value = DispatchMap("m", 3, me.peer_id, 1.0, 5, 64, 2, "f16", 16, (MapWorker("p", ((0, 0, 4),)),))
     signed = sign_map(value, me.sign)
@@ -221,3 +220,113 @@ def test_a_map_that_was_changed_or_is_another_bridges_is_refused() -> None:
             decode_map(data, bridge_id, identity.verify)
     with pytest.raises(PlanError, match="not of this model"):
         sign_map(msgspec.structs.replace(value, workers=(MapWorker("p", ((9, 0, 4),)),)), me.sign)
+
+
+def report(of: Bridge, run: int, workers=(), caught=()) -> DispatchReport:
+    work = tuple(Work(*one) for one in workers)
+    return DispatchReport(of.service._manifest.id, run, "load", 5, 6, ((0, 9),), work, tuple(caught))
+
+
+async def test_a_stages_word_on_workers_counts_and_nobody_elses(tmp_path) -> None:
+    me = Identity.generate()
+    async with bridge(tmp_path / "ledger", me) as b, peer(b) as stage, peer(b) as worker, peer(b) as other:
+        saturate(b)
+        given = await worker.market.ask(offer())
+        assert (await worker.cover(worker.claim(given))).wired
+        with pytest.raises(RefusedError, match="dispatch map"):
+            await stage.market.report(report(b, 1, [(worker.me.peer_id, 100, 10)]))
+        b.service._ring_peers = (stage.me.peer_id,)
+        b.service._ring = RingOf(stage.me.peer_id)  # type: ignore[assignment]
+        await other.market.ask(offer())
+        for rows in (100, 160):
+            work = [(worker.me.peer_id, rows, rows // 10), ("12D3KooWNobody", 1 << 40, 0)]
+            await stage.market.report(report(b, 1, work, [("12D3KooWNobody", "zeros")]))
+        await b.service.flush()
+        await stage.market.report(report(b, 1, [(worker.me.peer_id, 170, 17)]))  # not written before the end
+        assert b.service.refused["report"] == 1 and b.service.refused["unknown worker"] == 4
+        assert b.service._state.quarantine == {}, "nobody who could come is kept out for a name"
+        caught = [(worker.me.peer_id, "a row differs")]
+        await stage.market.report(report(b, 1, [(worker.me.peer_id, 170, 17)], caught))
+        assert "differs" in b.service._state.quarantine[worker.me.peer_id]
+        assert worker.me.peer_id not in b.service._state.workers
+        lines = b.service.recruitment()[0]
+        assert lines["refused_by_reason"] == {"report": 1, "unknown worker": 4}
+        assert lines["dispatch"][stage.me.peer_id]["remote_pairs"] == 6  # type: ignore[index]
+    async with bridge(tmp_path / "ledger", me) as b, peer(b, stage.me) as stage:
+        b.service._ring_peers = (stage.me.peer_id,)
+        b.service._ring = RingOf(stage.me.peer_id)  # type: ignore[assignment]
+        # The stage has gone on meanwhile, and counts from its own start.
+        await stage.market.report(report(b, 1, [(worker.me.peer_id, 200, 20)]))
+    kept = Ledger(tmp_path / "ledger")
+    assert [(g.peer, g.rows, g.checked) for g in kept.given()] == [(worker.me.peer_id, 200, 20)]
+    kept.close()
+
+
+@dataclass
+class RingOf:
+    """A ring of one dispatching stage."""
+
+    stage: str
+
+    def dispatchers(self) -> list[str]:
+        return [self.stage]
+
+    def admitted(self, peer: str) -> bool:
+        return peer == self.stage
+
+    def slots(self) -> None:
+        return None
+
+
+async def test_a_claim_that_somebody_has_kept_is_refused(tmp_path) -> None:
+    """Over TCP the signature alone speaks: what was signed once must not bring a worker back that has left."""
+    async with bridge(tmp_path / "ledger") as b, peer(b) as one:
+        saturate(b)
+        given = await one.market.ask(offer())
+        kept = sign_claim(one.claim(given), one.me.sign, secret=SECRET.hex())
+        assert (await b.service.coverage(None, kept)).wired
+        assert (await one.cover(one.claim(given, leaving=True))).retire
+        with pytest.raises(WireError, match="before one that is known"):
+            await b.service.coverage(None, kept)
+        assert b.service._state.workers == {} and b.service.refused["stale"] == 1
+        with pytest.raises(RefusedError, match="not signed"):
+            await one.cover(one.claim(given), sign=Identity.generate().sign)
+        assert b.service.refused["signature"] == 1
+
+
+def test_sums_of_a_ledger_never_overflow(tmp_path) -> None:
+    kept = Ledger(tmp_path / "ledger")
+    for _ in range(5):
+        kept.add([("w", (1 << 62) - 1, 1 << 48)])
+    assert kept.given()[0].rows <= (1 << 63) - 1 and kept.given()[0].checked == 5 << 48
+    kept.close()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"version": -1},
+        {"issued": math.nan},
+        {"n_layer": 0},
+        {"n_embd": 1 << 20},
+        {"max_rows": 0},
+        {"max_rows": 1 << 20},
+        {"experts": 0},
+        {"dtype": "f64"},
+        {"workers": (MapWorker("p", ((0, 0, 4),)), MapWorker("p", ((1, 0, 4),)))},
+        {"workers": (MapWorker("p", ((0, 4, 4),)),)},
+        {"workers": (MapWorker("p", ((-1, 0, 4),)),)},
+        {"workers": (MapWorker("p", ((0, 0, 4),), (), math.nan),)},
+        {"workers": (MapWorker("p", ((0, 0, 4),), (), -1.0),)},
+        {"workers": (MapWorker("p" * 200, ((0, 0, 4),)),)},
+        {"dispatchers": (MapDispatcher("p" * 200),)},
+        {"dispatchers": tuple(MapDispatcher(str(i)) for i in range(300))},
+    ],
+)
+def test_a_signed_map_that_cannot_be_is_refused_too(changes) -> None:
+    me = Identity.generate()
+    value = DispatchMap("m", 3, me.peer_id, 1.0, 5, 64, 2, "f16", 16, (MapWorker("p", ((0, 0, 4),)),))
+    bad = msgspec.msgpack.encode(msgspec.structs.replace(value, **changes))
+    signed = msgspec.msgpack.encode((bad, me.sign(b"kvasir dispatch map 1\0" + bad)))
+    with pytest.raises(PlanError):
+        decode_map(signed, me.peer_id, identity.verify)

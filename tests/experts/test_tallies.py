@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvasir_peer.experts import tallies
-from kvasir_peer.experts.tallies import Tallies
+from kvasir_peer.experts.tallies import Tallies, decode_tallies, encode_tallies
 
 
 def test_growth_counts_once_within_a_run_and_anew_in_the_next() -> None:
@@ -26,3 +26,12 @@ def test_neither_new_runs_nor_new_names_fill_the_memory(monkeypatch) -> None:
     for i in range(100):
         book.more(f"c{i}", 1, {"a": 1})
     assert len(book) == 4
+
+
+def test_a_bridge_that_is_started_again_counts_nothing_twice() -> None:
+    book: Tallies[tuple[str, str]] = Tallies()
+    book.more("c", 7, {("w", "rows"): 10, ("w", "checked"): 2})
+    again = decode_tallies(encode_tallies(book))
+    assert again.more("c", 7, {("w", "rows"): 13, ("w", "checked"): 2}) == {("w", "rows"): 3}
+    assert decode_tallies(None).more("c", 7, {("w", "rows"): 1}) == {("w", "rows"): 1}
+    assert len(decode_tallies(b"\xc1 no msgpack")) == 0

@@ -11,7 +11,8 @@ import pytest
 
 from kvasir_peer.errors import WireError
 from kvasir_peer.ring.volunteering import Report
-from kvasir_peer.wire import chunks, ring
+from kvasir_peer.wire import chunks, coordinator, experts, ring
+from kvasir_peer.wire.codec import Codec
 from kvasir_peer.wire.membership import Limits
 from kvasir_peer.wire.sampling import GREEDY
 
@@ -23,6 +24,7 @@ BATCH = ring.Batch("plan", 1, 0, b"", bytes(32), bytes(64), (TRACE,))
 SUBMIT = ring.Submit(7, (1, 2, 3), 8, GREEDY, (0,))
 COMPOSED = ring.Composed("plan", 1, 0, bytes(32), ((7, 3, False), (8, 1, True)))
 ENDED = ring.Ended(7, "busy", "the queue is full", 2.0)
+TAINTED = ring.Tainted("plan", 1, 2, 0, ((7, 1, 3), (8, 1, 0)), bytes(64))
 
 change = msgspec.structs.replace
 
@@ -33,7 +35,9 @@ def through(message: msgspec.Struct, limits: Limits = LIMITS) -> Any:
     return codec.decode(b"".join(bytes(piece) for piece in codec.encode(message)))[0]
 
 
-@pytest.mark.parametrize("message", [RESULT, BATCH, SUBMIT, COMPOSED, ENDED], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "message", [RESULT, BATCH, SUBMIT, COMPOSED, ENDED, TAINTED], ids=lambda m: type(m).__name__
+)
 def test_what_rings_say_passes(message: msgspec.Struct) -> None:
     assert through(message) == message
 
@@ -79,6 +83,15 @@ def _traced(**fields: Any) -> ring.Result:
         (change(SUBMIT, stop_tokens=(1,) * 65), "value"),
         (change(ENDED, retry_after=math.nan), "value"),
         (change(ENDED, retry_after=-1.0), "value"),
+        (change(TAINTED, stage=3), "value"),
+        (change(TAINTED, stage=-1), "value"),
+        (change(TAINTED, number=-1), "value"),
+        (change(TAINTED, rewinds=()), "value"),
+        (change(TAINTED, rewinds=((7, 1, 3),) * 65), "value"),
+        (change(TAINTED, rewinds=((-1, 1, 3),)), "value"),
+        (change(TAINTED, rewinds=((7, 1 << 32, 3),)), "value"),
+        (change(TAINTED, rewinds=((7, 1, 64),)), "value"),
+        (change(TAINTED, rewinds=((7, 1, -1),)), "value"),
     ],
 )
 def test_values_that_no_ring_has_are_refused(message: msgspec.Struct, code: str) -> None:
@@ -89,6 +102,97 @@ def test_values_that_no_ring_has_are_refused(message: msgspec.Struct, code: str)
 
 def test_the_bounds_are_those_of_the_plan() -> None:
     assert through(_outputs(token=600), replace(LIMITS, vocab=1024))
+
+
+WELCOME = coordinator.Welcome(4, 64, 512, 2)
+SLOTS = coordinator.Slots(
+    9, 2, 4, 1, 77, "load", 5, 6, ((0, 3),), (coordinator.WorkerRows("w", 10, 2),), (("liar", "zeros"),)
+)
+
+
+def frame_of(message: msgspec.Struct, codec: Codec) -> bytes:
+    return b"".join(bytes(piece) for piece in codec.encode(message))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        SLOTS,
+        coordinator.Tokens((OUTPUT,)),
+        coordinator.SlotsWanted(1),
+        SUBMIT,
+        ring.Cancel(7),
+        ENDED,
+    ],
+    ids=lambda m: type(m).__name__,
+)
+def test_what_coordinators_and_their_bridge_say_passes(message: msgspec.Struct) -> None:
+    codec = WELCOME.codec()
+    assert codec.decode(frame_of(message, codec))[0] == message
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        (change(SUBMIT, tokens=(512,)), "token"),
+        (change(SUBMIT, tokens=(-1,)), "token"),
+        (change(SUBMIT, sampling=change(GREEDY, temperature=math.nan)), "sampling"),
+        (change(SUBMIT, sampling=change(GREEDY, top_logprobs=3)), "sampling"),
+        (change(SUBMIT, seconds_left=math.nan), "value"),
+        (change(SUBMIT, request=-1), "value"),
+        (ring.Cancel(-1), "value"),
+        (change(ENDED, retry_after=math.nan), "value"),
+        (coordinator.Tokens((OUTPUT,) * 5), "outputs"),
+        (coordinator.Tokens((change(OUTPUT, token=512),)), "token"),
+        (coordinator.Tokens((change(OUTPUT, position=-1),)), "value"),
+        (coordinator.Tokens((change(OUTPUT, slot=4),)), "slot"),
+        (coordinator.Tokens((change(OUTPUT, top=((1, 0.0),) * 3),)), "outputs"),
+        (coordinator.SlotsWanted(-1), "value"),
+        (change(SLOTS, busy=-1), "value"),
+        (change(SLOTS, total=1 << 40), "value"),
+        (change(SLOTS, queue=-5), "value"),
+        (change(SLOTS, run=-1), "value"),
+        (change(SLOTS, run=1 << 63), "value"),  # the ledger could not keep it
+        (change(SLOTS, heat=((-1, 1),)), "value"),
+        (change(SLOTS, heat=((0, -1),)), "value"),
+        (change(SLOTS, heat=((0, 1),) * 1025), "oversize"),
+        (change(SLOTS, workers=(coordinator.WorkerRows("w" * 129, 1, 1),)), "oversize"),
+        (change(SLOTS, workers=(coordinator.WorkerRows("w", 1, 1),) * 1025), "oversize"),
+        (change(SLOTS, workers=(coordinator.WorkerRows("w", -1, 1),)), "malformed"),
+        (change(SLOTS, workers=(coordinator.WorkerRows("w", 1 << 49, 1),)), "malformed"),
+        (change(SLOTS, workers=(coordinator.WorkerRows("w", 1, 1 << 62),)), "malformed"),
+        (change(SLOTS, caught=(("w", "y"),) * 257), "oversize"),
+        (change(SLOTS, caught=(("w", "y" * 301),)), "oversize"),
+        (change(SLOTS, mode="x" * 129), "oversize"),
+    ],
+)
+def test_values_that_no_coordinator_has_are_refused(message: msgspec.Struct, code: str) -> None:
+    codec = WELCOME.codec()
+    with pytest.raises(WireError) as caught:
+        codec.decode(frame_of(message, codec))
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        (experts.Sums(-1, 1), "value"),
+        (experts.Sums(1, 1, math.nan), "value"),  # would make all that is known of its speed no number
+        (experts.Sums(1, 1, math.inf), "value"),
+        (experts.Sums(1, 1, -1.0), "value"),
+        (experts.Failed(-1, ""), "value"),
+        (experts.Rows(-1, 0, 1, 1), "value"),
+        (experts.Hello("m", -1), "value"),
+        (experts.Welcome(((0, 4, 4),)), "value"),
+        (experts.Welcome(((-1, 0, 4),)), "value"),
+        (experts.Welcome(((0, 0, 1 << 16),)), "value"),
+        (experts.Welcome((), 0), "value"),
+    ],
+)
+def test_values_that_no_worker_or_dispatcher_has_are_refused(message: msgspec.Struct, code: str) -> None:
+    with pytest.raises(WireError) as caught:
+        experts.CODEC.decode(frame_of(message, experts.CODEC))
+    assert caught.value.code == code
 
 
 @pytest.mark.parametrize("size", [0, 31, 33, 4000])
