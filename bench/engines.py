@@ -33,6 +33,7 @@ from llama_batches import LlamaBatches
 
 from kvasir_peer.engines import quants
 from kvasir_peer.engines.base import BankSpec, LayerStack, Rows, StackSpec, create_bank, create_stack
+from kvasir_peer.engines.choice import installed
 from kvasir_peer.models.sources import GgufSource
 
 CONTEXT_BEFORE = 64  # tokens in the cache of each request when decoding begins
@@ -276,20 +277,24 @@ def one_expert(path: Path, threads: int, rounds: int) -> Row:
     return Row("one expert, 1 row, Q4_0", share, "of read bandwidth", BANDWIDTH_GOAL, holds, remark)
 
 
-def loading(path: Path, threads: int) -> Row:
-    """Seconds that loading 100 MB of weights takes: a whole small model."""
+def loading(path: Path, threads: int, engine: str) -> Row:
+    """Seconds that loading 100 MB of weights takes: a whole small model, without the import of the engine."""
+    name = f"loading 100 MB, SmolLM2 Q4_1, {engine}"
+    if not installed(engine):
+        return Row(name, None, "s", LOADING_GOAL, None, f"{engine} is not installed")
     samples = Samples.none()
     with GgufSource(path) as source:
         n_bytes = sum(info.n_bytes for info in source.tensors.values())
         n_layer = next(int(str(v)) for k, v in source.metadata.items() if k.endswith(".block_count"))
         spec = StackSpec(0, n_layer, 1, 512, 64, threads=threads)
+        create_stack(engine, source, spec).close()
         for _ in range(4):
-            samples.take(lambda: create_stack("onnx", source, spec).close(), threads)
+            samples.take(lambda: create_stack(engine, source, spec).close(), threads)
     seconds = min(samples.clean or samples.all)
     seconds *= 100e6 / n_bytes
     remark = f"best of {len(samples.all)}, of {n_bytes / 1e6:.0f} MB"
     holds = bool(samples.clean) and seconds <= LOADING_GOAL
-    return Row("loading 100 MB, SmolLM2 Q4_1", seconds, "s", LOADING_GOAL, holds, remark)
+    return Row(name, seconds, "s", LOADING_GOAL, holds, remark)
 
 
 def on_a_gpu(path: Path | None, device: str, steps: int) -> list[Row]:
@@ -350,7 +355,7 @@ def main() -> None:
     rows: list[Row] = []
     print(f"{options.threads} threads, load {os.getloadavg()[0]:.1f}", flush=True)
     if "smollm2" in parts and options.model:
-        rows.append(loading(options.model, options.threads))
+        rows += [loading(options.model, options.threads, engine) for engine in ("onnx", "torch")]
         rows += compare("SmolLM2 Q4_1", options.model, options.threads, blocks, each)
     gpu = options.torch_device or ("" if torch_device.missing() else "cuda")
     if "gpu" in parts and not gpu:

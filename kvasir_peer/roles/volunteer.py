@@ -9,6 +9,7 @@ import trio
 from kvasir_peer import identity, running
 from kvasir_peer.experts.volunteer import Volunteer, VolunteerConfig, VolunteerNews, VolunteerStatistics
 from kvasir_peer.progress import Progress, Report, Step
+from kvasir_peer.ring.offers import how_it_holds
 from kvasir_peer.roles.member import open_member
 from kvasir_peer.running import PAUSE_FILE
 from kvasir_peer.settings import VolunteerSettings
@@ -19,7 +20,7 @@ GIVEN_SECONDS = 10.0  # between two writes of what was given
 PAUSE_SECONDS = 0.25  # between two looks at whether the owner has paused this peer
 
 # Bytes of memory for each byte of a file: containers wider than the file's, and what loading leaves behind.
-EXPANSION = {"onnx": 2.2, "torch": 2.0}
+EXPANSION = {"onnx": 2.2, "torch": 2.0, "torch on cpu": 7.6}
 
 _STEPS: dict[str, Step] = {
     "idle": "plan",
@@ -60,7 +61,7 @@ async def run_volunteer(settings: VolunteerSettings, *, report: Report) -> None:
             precision=member.precision,
             threads=settings.threads,
             model=settings.model,
-            expansion=EXPANSION[member.engine_name],
+            expansion=EXPANSION[how_it_holds(member.engine_name, member.device)],
         )
         volunteer = Volunteer(
             member.node,

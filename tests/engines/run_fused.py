@@ -1,8 +1,9 @@
 """Run as a program: the fused kernel beside unpacking first. Prints "same" at the end.
 
-Usage: run_fused.py kernel|stack cpu|cuda
+Usage: run_fused.py kernel|stack|compile cpu|cuda
 
-On ``cpu`` Triton interprets the kernel, which TRITON_INTERPRET=1 in the environment tells it.
+On ``cpu`` Triton interprets the kernel, which TRITON_INTERPRET=1 in the environment tells it; ``compile`` wants a 0
+there.
 """
 
 import sys
@@ -84,6 +85,23 @@ def stack(device: torch.device) -> None:
         assert np.abs(results[0] - results[1]).max() < 1e-5 * results[0].std()
 
 
+def compiled(device: torch.device) -> None:
+    """Machine code for cards that need not be there, of all types and of inputs in half precision."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    sizes = ("n_out", "n_units", "row_bytes", "matrix_bytes", "x_stride", "per_row")
+    constants = ("KIND", "BLOCK_OUT", "UNITS")
+    signature = {"raw": "*u8", "x": "*bf16", "y": "*fp32", "matrices": "*i64"}
+    signature |= dict.fromkeys(sizes, "i32") | dict.fromkeys(constants, "constexpr")
+    for type_id in torch_fused.TYPES:
+        values = (type_id, torch_fused._BLOCK_OUT, torch_fused._UNITS)
+        source = ASTSource(torch_fused._kernel, signature, dict(zip(constants, values, strict=True)))
+        for capability in (75, 80, 90):
+            assert compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
+
+
 if __name__ == "__main__":
-    {"kernel": kernel, "stack": stack}[sys.argv[1]](torch.device(sys.argv[2]))
+    parts = {"kernel": kernel, "stack": stack, "compile": compiled}
+    parts[sys.argv[1]](torch.device(sys.argv[2]))
     print("same")

@@ -36,6 +36,11 @@ def test_the_kernel_computes_what_unpacking_first_computes(part: str) -> None:
     run(part, "cpu", TRITON_INTERPRET="1")
 
 
+@pytest.mark.skipif(not HAS_TRITON, reason="as above")
+def test_the_kernel_compiles_without_a_gpu() -> None:
+    run("compile", "cpu", TRITON_INTERPRET="0")
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("part", ["kernel", "stack"])

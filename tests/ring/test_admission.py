@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvasir_peer import identity
 from kvasir_peer.ring.admission import MAX_WORDS, link_times, reported, words
-from kvasir_peer.ring.offers import PASS_SECONDS, Links, LinkTime, Wishes
+from kvasir_peer.ring.offers import PASS_SECONDS, Links, LinkTime, Wishes, memory_needed
 from kvasir_peer.ring.plan import MAX_ADDRESSES
 from kvasir_peer.ring.planner import plan_ring
 from kvasir_peer.ring.volunteering import LinkReport, Measured, Offer, Report
@@ -51,6 +51,18 @@ def test_nothing_that_a_peer_says_can_break_a_plan(
     )
     assert planned.plan is not None  # assembling it has checked it
     assert planned.forecast is not None and math.isfinite(planned.forecast.score)
+
+
+def test_floats_on_a_cpu_are_counted_as_such() -> None:
+    """torch keeps a file's bytes on a GPU only; a cap would not hold that counted them on a CPU too."""
+
+    def needed(engine: str, device: str) -> int:
+        report = Report(Offer(memory=1 << 40, disk=1 << 40, engine=engine, device=device))
+        return memory_needed(needs(), WIDTHS, reported(PEER, report, needs()).offer, 0, 4)
+
+    weights = needs().file_bytes(0, 4)
+    assert needed("torch", "cpu") - needed("torch", "cuda") == pytest.approx(5.2 * weights, abs=2)
+    assert needed("onnx", "cpu") < needed("torch", "cuda:1") == needed("torch", "cuda")
 
 
 def test_only_addresses_that_lead_to_the_peer_are_given_to_others() -> None:
