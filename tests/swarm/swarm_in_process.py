@@ -118,6 +118,7 @@ async def swarm_in_process(
                     threads=1,
                     direct=False,
                     precision=precision,
+                    muxer=settings.muxer,
                     engine=engines[index % len(engines)],
                 )
                 nursery.start_soon(run_in_scope, swarm, f"stage{index}", own)

@@ -53,18 +53,18 @@ async def check(swarm: InProcessSwarm, cases: list[dict], *, together: int) -> N
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("model", "stages", "engines", "rows"),
+    ("model", "stages", "engines", "rows", "muxer"),
     [
-        (DENSE, 2, ("onnx",), 64),
-        (DENSE, 3, ("torch",), 4),
-        (DENSE, 5, ("onnx", "torch"), 64),
-        (MOE, 2, ("torch",), 64),
-        (MOE, 3, ("onnx",), 4),
-        (MOE, 5, ("torch", "onnx"), 64),
+        (DENSE, 2, ("onnx",), 64, "stock"),
+        (DENSE, 3, ("torch",), 4, "own"),
+        (DENSE, 5, ("onnx", "torch"), 64, "own"),
+        (MOE, 2, ("torch",), 64, "own"),
+        (MOE, 3, ("onnx",), 4, "own"),
+        (MOE, 5, ("torch", "onnx"), 64, "own"),
     ],
 )
 async def test_greedy_is_exact_alone_and_with_eight_requests_at_once(
-    tmp_path: Path, model: str, stages: int, engines: tuple[str, ...], rows: int
+    tmp_path: Path, model: str, stages: int, engines: tuple[str, ...], rows: int, muxer: str
 ) -> None:
     cases = expected_greedy(model)
     if stages == 3:
@@ -79,6 +79,7 @@ async def test_greedy_is_exact_alone_and_with_eight_requests_at_once(
         boundary="f32",
         context_length=256,
         micro_batch_rows=rows,
+        muxer=muxer,
     ) as swarm:
         await check(swarm, cases[:1], together=1)
         await check(swarm, cases, together=8)
