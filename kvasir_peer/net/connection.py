@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 RECEIVE_BYTES = 256 * 1024  # of ciphertext taken from a socket at once: four messages of the largest size
 SEND_BATCH_BYTES = 2 * 65537  # of ciphertext made at once; what comes after it may still be overtaken
+BESIDE_URGENT_BATCH_BYTES = 65537  # the same while decode messages use the connection: one message
 UNSENT_BYTES = 128 * 1024  # kept unsent in the kernel at most, where nothing can be overtaken any more
 LEAST_ROOM_BYTES = OVERHEAD + HEADER_BYTES + yamux.USEFUL_ROOM_BYTES  # a message is not begun in less
 
@@ -497,7 +498,8 @@ class TcpCarrier:
         filled = 0
         _filling = True
         pull, mux = self._connection.pull, self._connection.mux
-        while filled < SEND_BATCH_BYTES:
+        most = BESIDE_URGENT_BATCH_BYTES if mux.beside_urgent else SEND_BATCH_BYTES
+        while filled < most:
             count = pull(_send_buffer[filled:])
             filled += count
             if not count or mux.exhausted:

@@ -49,6 +49,11 @@ SHORT_WINDOW_BYTES = (
 
 #: Send window that bulk leaves free on a classed stream, so that a decode message need not wait for a grant.
 RESERVE_BYTES = 64 * 1024
+#: Bulk on its way on a stream while decode messages use the connection too, and for a while after the last one: on a
+#: short line a message waits behind it not on the wire but at the other side, which decrypts in order.
+BESIDE_URGENT_BYTES = 128 * 1024
+URGENT_S = 0.25  # longer than the time between two tokens
+STALE_S = 1.0  # without a grant, after which bulk is held back by nothing but the window
 
 MAX_INBOUND_STREAMS = 1024  # opened by the other side and not yet closed, per connection
 #: Streams that the other side may open in one go, and in a second after that. Opening and resetting at once passes any
@@ -75,7 +80,7 @@ class Priority(IntEnum):
 
 
 CLASSES = len(Priority)
-_BULK = int(Priority.PREFILL)
+_URGENT, _BULK = int(Priority.DECODE), int(Priority.PREFILL)
 
 
 class Source(Protocol):
@@ -132,6 +137,9 @@ class MuxedStream:
         self.send_window = INITIAL_WINDOW_BYTES
         self.receive_window = INITIAL_WINDOW_BYTES  # what the other side may still send
         self.target_window = INITIAL_WINDOW_BYTES
+        self._outstanding = 0  # sent, and not granted again
+        self._last_grant = 0
+        self._granted_at = 0.0
         self._ungranted = 0
         self._epoch_bytes = 0
         self._epoch_start: float | None = None
@@ -346,13 +354,36 @@ class MuxedStream:
         urgency = self._source.urgency()
         if urgency is None:
             return None
-        reserve = RESERVE_BYTES if self._classed and urgency >= _BULK else 0
-        return urgency if self.send_window > reserve else None
+        allowed = self._bulk_window() if self._classed and urgency >= _BULK else self.send_window
+        return urgency if allowed > 0 else None
+
+    def _bulk_window(self) -> int:
+        """What bulk may take of the window."""
+        allowed = self.send_window - RESERVE_BYTES
+        if self._last_grant and self.mux.beside_urgent:
+            # More than the other side's step between grants, or it would wait for bytes and we for a grant.
+            most = max(BESIDE_URGENT_BYTES, self._last_grant * 3 // 2)
+            allowed = min(allowed, most - self._outstanding)
+        return allowed
+
+    def granted(self, count: int) -> None:
+        """The other side may take ``count`` bytes more."""
+        self.send_window += count
+        self._last_grant = count
+        self._granted_at = trio.current_time()
+        # Without what its window has grown by, which is not known: so it is a little less than what is on its way.
+        self._outstanding = max(self._outstanding - count, 0)
+
+    def look_anew(self, now: float) -> None:
+        """Forget what is on its way where no grant has come for long: another muxer may grant in a way of its own."""
+        if self._outstanding and now - self._granted_at > STALE_S:
+            self._outstanding = 0
+            self.mux.ready(self)
 
     def pull(self, room: memoryview, urgency: int) -> int:
         """Write payload into ``room``; returns its size, 0 when the room is of no use."""
-        reserve = RESERVE_BYTES if self._classed and urgency >= _BULK and not self._out_bytes else 0
-        limit = min(len(room), self.send_window - reserve)
+        bulk = self._classed and urgency >= _BULK and not self._out_bytes
+        limit = min(len(room), self._bulk_window() if bulk else self.send_window)
         if self._out_bytes:
             if limit < USEFUL_ROOM_BYTES and limit < self._out_bytes:
                 return 0
@@ -372,8 +403,9 @@ class MuxedStream:
                 self._writers.unpark_all()
         else:
             assert self._source is not None
-            count = self._source.pull(room[:limit])
+            count = self._source.pull(room[:limit]) if limit > 0 else 0
         self.send_window -= count
+        self._outstanding += count
         self._bytes_sent += count
         return count
 
@@ -557,6 +589,7 @@ class Yamux:
         self._ping_value = 0
         self._ping_sent: float | None = None
         self._going_away = False
+        self._urgent_at = float("-inf")  # when a decode message was last sent
         self.exhausted = False
         self._lost: str | None = None
         self.on_round_trip: Callable[[float], None] | None = None
@@ -590,6 +623,8 @@ class Yamux:
         """Reset streams that were closed here long ago and whose other end never came."""
         for stream in [s for s in self.streams.values() if s.lingering and now - s.abandoned_at > LINGER_S]:
             stream.reset("closed here")
+        for stream in list(self.streams.values()):
+            stream.look_anew(now)
 
     def lose(self, reason: str) -> None:
         """The connection is gone: every stream ends with ``reason``."""
@@ -687,6 +722,8 @@ class Yamux:
                 stream._queues |= 1 << urgency
                 self._ready[urgency].appendleft(stream)
                 break
+            if urgency == _URGENT:
+                self._urgent_at = trio.current_time()
             HEADER.pack_into(room, filled, 0, DATA, 0, stream.id, count)
             filled += HEADER_BYTES + count
             stream._queued_class = None
@@ -713,6 +750,15 @@ class Yamux:
                 else:
                     return stream
         return None
+
+    @property
+    def beside_urgent(self) -> bool:
+        """Whether bulk shares a short line with decode messages, which it must not keep waiting at the other side."""
+        return (
+            self.min_round_trip is not None
+            and self.min_round_trip < SHORT_ROUND_TRIP
+            and trio.current_time() - self._urgent_at < URGENT_S
+        )
 
     def ping(self, now: float) -> None:
         """Measure the round trip, unless a measurement is under way."""
@@ -800,7 +846,7 @@ class Yamux:
         if stream is None:
             return
         if length:
-            stream.send_window += length
+            stream.granted(length)
             if stream.send_window > 0xFFFFFFFF:
                 raise WireError("window", "a send window passed 4 GiB")
             self.ready(stream)

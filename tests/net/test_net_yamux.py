@@ -337,6 +337,64 @@ async def test_the_window_grows_with_rate_and_round_trip_and_little_below_a_mill
         assert least <= inbound[0].target_window <= most
 
 
+class Endless:
+    """A source that always has bulk."""
+
+    def urgency(self) -> int:
+        return int(yamux.Priority.PREFILL)
+
+    def pull(self, room: memoryview) -> int:
+        return len(room)
+
+
+@pytest.mark.parametrize("short", [True, False])
+async def test_little_bulk_is_on_its_way_while_decode_messages_use_a_short_line(
+    short: bool, autojump_clock: trio.testing.MockClock
+) -> None:
+    near, _ = mux()
+    far, inbound = mux(initiator=False)
+    near.min_round_trip = 0.0005 if short else 0.02
+    bulk, urgent = near.open(), near.open()
+    urgent.priority = yamux.Priority.DECODE
+    bulk.set_source(Endless(), classed=True)
+    bulk.notify()
+    join(near, far)
+    alone = yamux.INITIAL_WINDOW_BYTES - yamux.RESERVE_BYTES
+    assert alone - far.buffered_bytes < yamux.USEFUL_ROOM_BYTES
+
+    async def on_its_way() -> int:
+        """The most that waits at the other side over some grants, each taken as soon as it is given."""
+        most = 0
+        for _ in range(8):
+            taken = 0
+            while taken < yamux.INITIAL_WINDOW_BYTES // yamux.GRANT_PART:
+                taken += len(await inbound[0].receive_some(16_384))
+            join(near, far)
+            most = max(most, far.buffered_bytes)
+        return most
+
+    await on_its_way()
+    urgent.send_nowait(b"a token")
+    join(near, far)
+    await inbound[1].receive_some()
+    await on_its_way()
+    urgent.send_nowait(b"a token")
+    join(near, far)
+    await inbound[1].receive_some()
+    beside = await on_its_way()
+    assert (beside <= yamux.BESIDE_URGENT_BYTES) == short
+    assert beside >= yamux.INITIAL_WINDOW_BYTES // yamux.GRANT_PART, "it goes on"
+    await trio.sleep(2 * yamux.URGENT_S)
+    assert await on_its_way() > yamux.BESIDE_URGENT_BYTES, "the whole window again"
+    # A muxer that never grants again what it said it would: the window is what counts then.
+    urgent.send_nowait(b"a token")
+    join(near, far)
+    bulk._outstanding = 10**9
+    await trio.sleep(2 * yamux.STALE_S)
+    near.sweep(trio.current_time())
+    assert await on_its_way() > yamux.BESIDE_URGENT_BYTES
+
+
 async def test_go_away_takes_no_new_streams() -> None:
     near, _ = mux()
     far, inbound = mux(initiator=False)
