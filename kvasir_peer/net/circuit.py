@@ -235,7 +235,7 @@ class CircuitListener:
         """Dial ourselves through ``relay``: who can do that can be reached there.
 
         Some random bytes go the way that others' circuits take, without a handshake, which would show nothing more and
-        cost the relay four times as much.
+        cost the relay twice as much (``bench/relay.py``).
 
         Raises:
             LinkError, WireError: our bytes did not come back.
