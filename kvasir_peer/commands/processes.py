@@ -35,6 +35,7 @@ class Child:
     process: trio.Process
     log: Path
     lines: list[str] = field(default_factory=list)
+    killed: bool = False
 
     def last_words(self) -> str:
         """The last line that it wrote to standard error."""
@@ -93,9 +94,15 @@ class Children:
             self._changed.set()
             self._changed = trio.Event()
         status = await child.process.wait()
-        if not self._ending:
+        if not self._ending and not child.killed:
             kind = UsageError if status == UsageError.exit_status else KvasirError
             raise kind(f"the {child.name} ended (status {status}): {child.last_words()}")
+
+    async def kill(self, child: Child) -> None:
+        """End one child with SIGKILL, as a crash would; the others go on."""
+        child.killed = True
+        child.process.kill()
+        await child.process.wait()
 
     async def wait_for(self, condition: Callable[[], T | None], what: str) -> T:
         """Wait until ``condition()`` gives something, looking again after each line of any child.
