@@ -5,8 +5,9 @@
 
 A relay, a bridge without a ring, a coordinator and idle volunteers, each a process of its own, meet only through the
 relay. Base 1 and boost 1 replica of four ranges of experts. Clients load the coordinator twice; one volunteer is killed
-under load. What happened is printed, drawn, and held against the rules: exit status 1 where one is broken. All compute exactly and send f32, so that every answer must be the same text; periods are the defaults. The demo asks a
-chat model a question in the calm, and again while volunteers share the work.
+under load. What happened is printed, drawn, and held against the rules: exit status 1 where one is broken. All compute
+exactly and send f32, so that every answer must be the same text; periods are the defaults. The demo asks a chat model
+a question in the calm, and again while volunteers share the work.
 """
 
 from __future__ import annotations
@@ -542,35 +543,56 @@ def table(run: Run) -> str:
 
 
 def draw(run: Run) -> str:
-    """The timeline as SVG."""
-    width, height, left = 960, 300, 50
-    end = max(s.at for s in run.samples)
-    top = max(max(s.busy, s.workers) for s in run.samples) or 1
+    """The timeline as SVG: counts by the left scale, the remote share by the right one; grey where saturated."""
+    width, height, left, right, top, bottom = 960, 320, 40, 50, 46, 30
+    first, end = run.samples[0].at, run.samples[-1].at
+    most = max(max(s.busy, s.workers, s.target) for s in run.samples) or 1
+
+    def x(at: float) -> float:
+        return left + (width - left - right) * (at - first) / (end - first)
+
+    def y(share: float) -> float:
+        return height - bottom - (height - top - bottom) * share
 
     def line(value: Callable[[Sample], float], colour: str, scale: float) -> str:
-        points = " ".join(
-            f"{left + (width - left) * s.at / end:.1f},{height - 20 - (height - 40) * value(s) / scale:.1f}"
-            for s in run.samples
-        )
-        return f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
+        """Steps: each value holds until the next one was read."""
+        points, before = [], 0.0
+        for sample in run.samples:
+            now = y(value(sample) / scale)
+            points += [f"{x(sample.at):.1f},{before or now:.1f}", f"{x(sample.at):.1f},{now:.1f}"]
+            before = now
+        return f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
 
     legend = [("busy slots", "#888"), ("target", "#c60"), ("workers", "#06c"), ("remote share", "#393")]
-    texts = "".join(
-        f'<text x="{left + 130 * i}" y="12" fill="{colour}">{name}</text>'
-        for i, (name, colour) in enumerate(legend)
-    )
-    marks = "".join(
-        f'<line x1="{left + (width - left) * at / end:.1f}" x2="{left + (width - left) * at / end:.1f}" y1="20" '
-        f'y2="{height - 20}" stroke="#ddd"><title>{text}</title></line>'
-        for at, text in run.marks
-        if "surge" in text or "load ends" in text
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-        f'font-size="11">{texts}{marks}{line(lambda s: s.busy, "#888", top)}{line(lambda s: s.target, "#c60", top)}'
-        f"{line(lambda s: s.workers, '#06c', top)}{line(lambda s: s.remote, '#393', 1.0)}"
-        f'<text x="{left}" y="{height - 4}">0 s</text><text x="{width - 50}" y="{height - 4}">{end:.0f} s</text></svg>'
-    )
+    parts = [f'<rect width="{width}" height="{height}" fill="#fff"/>']
+    for a, b in itertools.pairwise(run.samples):
+        if a.saturated:
+            span = x(b.at) - x(a.at) + 0.1
+            parts.append(
+                f'<rect x="{x(a.at):.1f}" y="{top}" width="{span:.1f}" height="{y(0) - top:.1f}" fill="#f4f0e8"/>'
+            )
+    for i, (name, colour) in enumerate(legend):
+        parts.append(f'<text x="{left + 120 * i}" y="14" fill="{colour}">{name}</text>')
+    for count in range(0, most + 1, 2):
+        parts.append(f'<text x="{left - 6}" y="{y(count / most) + 4:.1f}" text-anchor="end">{count}</text>')
+    for share in (0, 50, 100):
+        parts.append(
+            f'<text x="{width - right + 6}" y="{y(share / 100) + 4:.1f}" fill="#393">{share} %</text>'
+        )
+    shown = [m for m in run.marks if m[1].endswith(("surge", "load ends", "is killed"))]
+    for i, (at, text) in enumerate(shown):
+        parts.append(f'<line x1="{x(at):.1f}" x2="{x(at):.1f}" y1="{top - 4}" y2="{y(0)}" stroke="#bbb"/>')
+        parts.append(f'<text x="{x(at) + 3:.1f}" y="{top - 6 - 12 * (i % 2)}" fill="#555">{text}</text>')
+    for seconds in range(int(first) // 20 * 20 + 20, int(end), 20):
+        parts.append(f'<text x="{x(seconds):.1f}" y="{height - 10}" text-anchor="middle">{seconds} s</text>')
+    parts += [
+        line(lambda s: s.busy, "#888", most),
+        line(lambda s: s.remote, "#393", 1.0),
+        line(lambda s: s.target, "#c60", most),
+        line(lambda s: s.workers, "#06c", most),
+    ]
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+    return head + 'font-family="sans-serif" font-size="11">' + "\n".join(parts) + "</svg>\n"
 
 
 async def main_async(run: Run, rules: Rules, given: argparse.Namespace, home: Path) -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import sqlite3
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "swarm"))
 
 from swarm_processes import DATA, Peer, expected_greedy
+
+from kvasir_peer.experts.roll import Roll
+from kvasir_peer.settings import LEDGER_FILE
 
 MODEL = DATA / "stories260K-moe8x2.gguf"
 PATIENCE = 90.0
@@ -67,6 +73,18 @@ class Bench:
             assert time.monotonic() - began < seconds, (what, found, self.outputs())
             time.sleep(0.2)
 
+    def wait_for_roll(self, workers: int, coordinators: int) -> None:
+        """Until the bridge has written down who takes part."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            with closing(sqlite3.connect(self.folder / "bridge" / LEDGER_FILE)) as base:
+                (data,) = base.execute("SELECT data FROM kept WHERE name = 'roll'").fetchone()
+            roll = msgspec.msgpack.decode(data, type=Roll)
+            if (len(roll.workers), len(roll.coordinators)) == (workers, coordinators):
+                return
+            assert time.monotonic() < deadline, roll
+            time.sleep(0.2)
+
     def outputs(self) -> str:
         return "\n".join(f"{name}: {line}" for name, peer in self.peers.items() for line in peer.lines[-15:])
 
@@ -75,9 +93,11 @@ class Bench:
 def bench(tmp_path):
     found = Bench(tmp_path)
     yield found
-    for peer in reversed(found.peers.values()):
-        if peer.process.poll() is None:
-            peer.end()
+    alive = [peer for peer in found.peers.values() if peer.process.poll() is None]
+    for peer in alive:  # the relay first: nobody waits for a goodbye
+        peer.process.terminate()
+    for peer in alive:
+        peer.end()
 
 
 class Clients:
@@ -131,7 +151,7 @@ def test_texts_and_coverage_survive_a_killed_coordinator_and_a_killed_bridge(ben
         for i in range(2)
     ]
     for peer in coordinators:
-        peer.wait_for_text("requests at once")
+        peer.wait_for_text("requests at once", 2 * PATIENCE)  # six processes begin at once
     bench.until(lambda s: s["coordinators"] == 2, "both coordinators are polled")
     clients = Clients(bench, 4)
     try:
@@ -158,10 +178,11 @@ def test_texts_and_coverage_survive_a_killed_coordinator_and_a_killed_bridge(ben
         assert clients.errors == []
     finally:
         clients.end()
-    assert set(clients.texts) == {clients.case["text"]}
+    text = clients.case["text"]
+    assert set(clients.texts) == {text}
 
     # The bridge dies. Whoever took part is known to the next one; nobody fetches or loads anything.
-    time.sleep(6)  # its ledger is written every five seconds
+    bench.wait_for_roll(2, 2)
     said = [len(peer.lines) for peer in volunteers]
     bench.peers["bridge"].kill()
     bench.bridge(address)
@@ -178,7 +199,7 @@ def test_texts_and_coverage_survive_a_killed_coordinator_and_a_killed_bridge(ben
         assert took < 30, f"remote rows went on after {took:.1f} s"
     finally:
         clients.end()
-    assert clients.texts and set(clients.texts) == {clients.case["text"]}
+    assert set(clients.texts) == {text}
     for peer, count in zip(volunteers, said, strict=True):
         later = "\n".join(peer.lines[count:])
         assert peer.process.poll() is None
