@@ -22,7 +22,8 @@ from kvasir_peer.experts.roll import Roll
 from kvasir_peer.settings import LEDGER_FILE
 
 MODEL = DATA / "stories260K-moe8x2.gguf"
-PATIENCE = 90.0
+PATIENCE = 180.0  # nothing is timed by it: a machine whose cores many share loads and answers slowly
+ROWS = 20  # pairs that workers must have computed for a coordinator to say that they share its work
 COMMON = ("--threads", "1", "--no-direct", "--precision", "exact", "--engine", "onnx")
 
 
@@ -139,7 +140,7 @@ class Clients:
             thread.join(PATIENCE)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_texts_and_coverage_survive_a_killed_coordinator_and_a_killed_bridge(bench: Bench) -> None:
     relay = bench.start("relay", "kvasir-relay", "--listen", "/ip4/127.0.0.1/tcp/0")
     address = next(w for w in relay.wait_for(lambda line: "/p2p/" in line).split() if "/p2p/" in w)
@@ -151,14 +152,14 @@ def test_texts_and_coverage_survive_a_killed_coordinator_and_a_killed_bridge(ben
         for i in range(2)
     ]
     for peer in coordinators:
-        peer.wait_for_text("requests at once", 2 * PATIENCE)  # six processes begin at once
+        peer.wait_for_text("requests at once", PATIENCE)
     bench.until(lambda s: s["coordinators"] == 2, "both coordinators are polled")
     clients = Clients(bench, 4)
     try:
         ids = {name: peer.lines[0].split()[-1] for name, peer in zip(names, coordinators, strict=True)}
         bench.until(
             lambda s: (
-                len(s["dispatch"]) == 2 and all(d["remote_pairs"] > 100 for d in s["dispatch"].values())
+                len(s["dispatch"]) == 2 and all(d["remote_pairs"] > ROWS for d in s["dispatch"].values())
             ),
             "volunteers compute for both",
         )
@@ -170,9 +171,9 @@ def test_texts_and_coverage_survive_a_killed_coordinator_and_a_killed_bridge(ben
         answered = len(clients.texts)
         bench.until(lambda s: len(clients.texts) > answered + 4, "the other one answers")
         again = bench.coordinator(names[0])
-        again.wait_for_text("requests at once")
+        again.wait_for_text("requests at once", PATIENCE)
         bench.until(
-            lambda s: s["dispatch"].get(ids[names[0]], {}).get("remote_pairs", 0) > 100,
+            lambda s: s["dispatch"].get(ids[names[0]], {}).get("remote_pairs", 0) > ROWS,
             "the one that came back is used, and its workers are wired again",
         )
         assert clients.errors == []
