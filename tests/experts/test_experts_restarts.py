@@ -197,7 +197,7 @@ def test_texts_and_coverage_survive_a_killed_coordinator_and_a_killed_bridge(ben
         took += bench.until(
             lambda s: sum(d["remote_pairs"] for d in s["dispatch"].values()) > before, "remote rows go on"
         )
-        assert took < 30, f"remote rows went on after {took:.1f} s"
+        assert took < 60, f"remote rows went on after {took:.1f} s"
     finally:
         clients.end()
     assert set(clients.texts) == {text}
