@@ -82,6 +82,7 @@ class _Connection:
         self.stream = stream
         self.waiting: dict[int, tuple[trio.Event, list[msgspec.Struct]]] = {}
         self.buffers: dict[int, tuple[int, object]] = {}  # of the passes under way, and their context
+        self.begun: set[int] = set()  # passes under way that have handed out rows
         self.send_lock = trio.Lock()
         self.lost = False
 
@@ -305,11 +306,13 @@ class Engine:
         if isinstance(message, orders.Routed):
             known = connection.buffers.get(message.job)
             if known is not None:
+                connection.begun.add(message.job)
                 self.routed(
                     RoutedPass(message.job, known[0], message.layer, message.rows, message.experts, known[1])
                 )
             return
         connection.buffers.pop(getattr(message, "job", 0), None)
+        connection.begun.discard(getattr(message, "job", 0))
         if isinstance(message, orders.PassDone):
             self._passes += 1
             self._held_ms += message.held_ms
@@ -434,6 +437,11 @@ class PendingPass:
     _connection: _Connection
     _job: int
     _waiter: tuple[trio.Event, list[msgspec.Struct]]
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has handed out rows, or is through; False for one that waits, or runs without a stop."""
+        return self._job in self._connection.begun or self._waiter[0].is_set()
 
     async def result(self) -> orders.PassDone:
         """The computed batch.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Generator
 
 import numpy as np
 
@@ -26,11 +27,25 @@ class ExpertRunner:
         self._max_rows = max_rows
         self._absent: dict[int, int] = {}
 
-    def run(self, data: Buffer, layer: int, rows: int, experts: int, dtype: str, out: memoryview) -> int:
-        """Compute a frame of routed rows (layout: :mod:`kvasir_peer.wire.experts`).
+    def run(
+        self,
+        data: Buffer,
+        layer: int,
+        rows: int,
+        experts: int,
+        dtype: str,
+        out: memoryview,
+        *,
+        slices_of: int = 0,
+    ) -> Generator[int, None, int]:
+        """Compute a frame of routed rows (layout: :mod:`kvasir_peer.wire.experts`), whole or in slices.
 
         Args:
-            out: where the sums ``[rows, n_embd]`` are written; may be the memory of ``data``.
+            out: where the sums ``[rows, n_embd]`` are written at last; may be the memory of ``data``.
+            slices_of: row-expert pairs of a slice; 0 computes all at once.
+
+        Yields:
+            The pairs of each slice that is computed, but the last one.
 
         Returns:
             Bytes written.
@@ -41,7 +56,21 @@ class ExpertRunner:
         """
         width = self._bank.shape.n_embd
         routed = decode_rows(data, rows, experts, width, dtype)
-        sums = self.sums(layer, routed.x, routed.ids, routed.weights)
+        pairs = np.argwhere(routed.ids >= 0)
+        if not slices_of or len(pairs) <= slices_of:
+            sums = self.sums(layer, routed.x, routed.ids, routed.weights)
+        else:
+            # Rows of one expert stay together: its weights are read once. Sums are added in the order of the experts.
+            pairs = pairs[np.argsort(routed.ids[pairs[:, 0], pairs[:, 1]], kind="stable")]
+            sums = np.zeros((rows, width), np.float32)
+            for begin in range(0, len(pairs), slices_of):
+                at, column = pairs[begin : begin + slices_of].T
+                part = self.sums(
+                    layer, routed.x[at], routed.ids[at, column][:, None], routed.weights[at, column][:, None]
+                )
+                np.add.at(sums, at, part)
+                if begin + slices_of < len(pairs):
+                    yield len(at)
         return encode_tensor(sums, dtype, out).nbytes
 
     def sums(self, layer: int, x: F32, ids: I32, weights: F32) -> F32:

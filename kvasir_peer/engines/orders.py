@@ -148,7 +148,7 @@ class LoadBank(msgspec.Struct, frozen=True):
     expert_floor_ms: float = 0.0
 
 
-Urgency = Literal["ring", "experts", "checks"]
+Urgency = Literal["ring", "shared", "experts", "checks"]
 
 
 class ExpertPass(msgspec.Struct, frozen=True, array_like=True):
@@ -156,7 +156,8 @@ class ExpertPass(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         loaded: job of the load that it is for.
-        urgency: ``ring`` where a pass waits for it, ``experts`` for other peers' rows, ``checks`` for the rest.
+        urgency: ``ring`` where a pass waits for it, ``shared`` where it waits for workers' sums too, ``experts`` for
+            other peers' rows, ``checks`` for the rest.
     """
 
     job: int

@@ -36,12 +36,17 @@ from kvasir_peer.wire.experts import encode_rows, rows_bytes
 from kvasir_peer.wire.membership import Limits
 from kvasir_peer.wire.ring import Output
 
-# Urgency of orders: the ring's passes must keep their sequence, so prefill and decode share a class. What a pass that
-# has begun waits for comes before the next pass.
-_CONTROL, _BEGUN, _RING, _EXPERTS, _CHECKS = 0, 1, 2, 3, 4
+# Urgency of orders: the ring's passes must keep their sequence, so prefill and decode share a class.
+_CONTROL, _RING, _EXPERTS = 0, 1, 2
+# Within a class the order that came first goes first, but others that come within this time (seconds) go before it.
+# The own part of rows that workers share lets passes go first, at the beginning and between its slices: a pass soon
+# stands at its next layer, and then workers have something to do again. A check waits for a quiet moment, but not for
+# ever: an engine under load has none.
+PATIENCE = {"ring": 0.0, "shared": 0.2, "experts": 0.0, "checks": 0.5}
+SLICE_SECONDS = 0.005
+PAIR_GAIN = 0.1  # of the running mean of the own experts' time for each row-expert pair
 # Estimates are right within a tenth; a cap has to hold.
 _ESTIMATE_MARGIN = 1.1
-_URGENCY = {"ring": _BEGUN, "experts": _EXPERTS, "checks": _CHECKS}
 
 
 @dataclass
@@ -56,6 +61,15 @@ class _Begun:
     resumed: bool = True
 
 
+@dataclass
+class _Sliced:
+    """Routed rows of which some slices are computed; times in seconds."""
+
+    slices: Generator[int, None, int]
+    buffer: memoryview
+    held: float = 0.0
+
+
 class EngineProcess:
     """The loop of the main thread and the state of what is loaded."""
 
@@ -66,13 +80,16 @@ class EngineProcess:
         self._runner: object | None = None
         self._stage = 0
         self._target = 0
-        self._orders: queue.PriorityQueue[tuple[int, int, msgspec.Struct]] = queue.PriorityQueue()
+        # Urgency, due time, number.
+        self._orders: queue.PriorityQueue[tuple[int, float, int, msgspec.Struct]] = queue.PriorityQueue()
         self._count = itertools.count()
         self._process = psutil.Process()
         self._bank: ExpertBank | None = None
         self._experts: ExpertRunner | None = None
         self._interleaving = Interleaving()
         self._passes: dict[int, _Begun] = {}
+        self._sliced: dict[int, _Sliced] = {}
+        self._pair_seconds = SLICE_SECONDS  # of the own experts, until some were measured
 
     def run(self) -> None:
         """Carry out orders until told to quit."""
@@ -80,7 +97,8 @@ class EngineProcess:
         self._answer(orders.Ready(os.getpid()))
         while True:
             idle_since = time.perf_counter()
-            _, _, order = self._orders.get()
+            item = self._orders.get()
+            order = item[-1]
             starved = time.perf_counter() - idle_since
             if isinstance(order, orders.Quit):
                 return
@@ -90,7 +108,8 @@ class EngineProcess:
                 elif isinstance(order, orders.Resume):
                     self._resume(order)
                 elif isinstance(order, orders.ExpertPass):
-                    self._expert_pass(order)
+                    if self._expert_pass(order):
+                        self._orders.put(item)
                 elif isinstance(order, orders.LoadBank):
                     self._load_bank(order)
                 elif isinstance(order, orders.LoadStage):
@@ -203,20 +222,44 @@ class EngineProcess:
             self._end(job)
             self._answer(orders.Failed(job, "EngineError", "the batch was given up: its stage was replaced"))
 
-    def _expert_pass(self, order: orders.ExpertPass) -> None:
+    def _expert_pass(self, order: orders.ExpertPass) -> bool:
+        """Compute routed rows, or the next slice of them; whether there are more."""
         if self._experts is None or self._arena is None or order.loaded != self._stage:
             raise errors.EngineError("routed rows came for experts that are not loaded")
         started = time.perf_counter()
-        buffer = self._arena.buffer(order.buffer)
-        try:
+        sliced = self._sliced.pop(order.job, None)
+        if sliced is None:
+            buffer = self._arena.buffer(order.buffer)
             width = self._bank.shape.n_embd  # type: ignore[union-attr]
-            size = rows_bytes(order.rows, order.experts, width, order.dtype)
-            written = self._experts.run(
-                buffer[:size], order.layer, order.rows, order.experts, order.dtype, buffer
+            data = buffer[: rows_bytes(order.rows, order.experts, width, order.dtype)]
+            most = max(1, int(SLICE_SECONDS / self._pair_seconds)) if order.urgency == "shared" else 0
+            sliced = _Sliced(
+                self._experts.run(
+                    data, order.layer, order.rows, order.experts, order.dtype, buffer, slices_of=most
+                ),
+                buffer,
             )
-        finally:
-            buffer.release()
-        self._answer(orders.ExpertsDone(order.job, written, (time.perf_counter() - started) * 1e3))
+        try:
+            pairs = next(sliced.slices)
+        except StopIteration as stop:
+            sliced.buffer.release()
+            held = sliced.held + time.perf_counter() - started
+            self._answer(orders.ExpertsDone(order.job, stop.value, held * 1e3))
+            return False
+        except BaseException:
+            sliced.buffer.release()
+            raise
+        spent = time.perf_counter() - started
+        sliced.held += spent
+        self._pair_seconds += PAIR_GAIN * (spent / max(1, pairs) - self._pair_seconds)
+        self._sliced[order.job] = sliced
+        return True
+
+    def _drop_slices(self) -> None:
+        for sliced in self._sliced.values():
+            sliced.slices.close()
+            sliced.buffer.release()
+        self._sliced.clear()
 
     def _load_bank(self, order: orders.LoadBank) -> None:
         from kvasir_peer.engines.base import BankSpec, create_bank, estimate_bank
@@ -320,6 +363,7 @@ class EngineProcess:
 
     def _forget(self) -> None:
         self._drop_passes()
+        self._drop_slices()
         if self._runner is not None:
             self._runner.close()  # type: ignore[attr-defined]
             self._runner = None
@@ -343,8 +387,8 @@ class EngineProcess:
                     break
                 (size,) = orders.LENGTH.unpack(prefix)
                 order, _ = orders.CODEC.decode(stream.read(size))
-                urgency = _urgency(order)
-                self._orders.put((urgency, next(self._count), order))
+                patience = PATIENCE[order.urgency] if isinstance(order, orders.ExpertPass) else 0.0
+                self._orders.put((_urgency(order), time.monotonic() + patience, next(self._count), order))
                 if isinstance(order, orders.Quit):
                     return
         except (OSError, errors.WireError):
@@ -384,12 +428,10 @@ def _refuse_what_does_not_fit(
 
 
 def _urgency(order: object) -> int:
-    if isinstance(order, orders.Pass):
+    if isinstance(order, orders.Pass | orders.Resume):
         return _RING
-    if isinstance(order, orders.Resume):
-        return _BEGUN
     if isinstance(order, orders.ExpertPass):
-        return _URGENCY[order.urgency]
+        return _EXPERTS if order.urgency == "experts" else _RING
     return _CONTROL
 
 

@@ -6,10 +6,10 @@ so that one is computed while another waits for volunteers.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -19,7 +19,7 @@ from kvasir_peer.experts.dispatch_policy import SlotReading
 from kvasir_peer.experts.dispatcher import Dispatcher, RowOrigins
 from kvasir_peer.serving.costs import CostModel, Line, StageTrace
 from kvasir_peer.serving.requests import Accepted, Emitted, Event, Finished, Request
-from kvasir_peer.serving.scheduler import Scheduler, SchedulerStatistics
+from kvasir_peer.serving.scheduler import Policy, Scheduler, SchedulerStatistics
 from kvasir_peer.wire import ring
 from kvasir_peer.wire.membership import FLAG_DECODE, FLAG_OUTPUT, compose
 
@@ -36,12 +36,11 @@ FIRST_PASS = Line(0.01, 0.002)  # expected seconds of a pass, until some were me
 Told = Callable[[tuple[ring.Output, ...], tuple[ring.Ended, ...]], None]
 
 
-@dataclass
+@dataclass(eq=False)
 class _UnderWay:
     batch: Batch
     buffer: int
     pending: PendingPass
-    sent: float
 
 
 @dataclass
@@ -64,12 +63,9 @@ class Coordinator:
     rewound_requests: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self.widths, CostModel([FIRST_PASS]))
+        self.scheduler = Scheduler(self.widths, CostModel([FIRST_PASS]), Policy(ordered=False))
         self._wake = trio.Event()
-        depth = self.widths.max_in_flight
-        self._in: trio.MemorySendChannel[_UnderWay]
-        self._in, self._out = trio.open_memory_channel[_UnderWay](depth)
-        self._in_engine = 0
+        self._passes: set[_UnderWay] = set()
 
     # -- what is asked --------------------------------------------------------------------------------------
 
@@ -136,40 +132,39 @@ class Coordinator:
         failure: EngineError | None = None
         async with trio.open_nursery() as nursery:
 
-            async def guard(task: Callable[[], object]) -> None:
+            async def guard(task: Callable[[], Awaitable[None]]) -> None:
                 nonlocal failure
                 try:
-                    await task()  # type: ignore[misc]
+                    await task()
                 except EngineError as error:
                     failure = error
                     nursery.cancel_scope.cancel()
 
-            nursery.start_soon(guard, self._compose)
-            nursery.start_soon(guard, self._collect)
+            # Passes that wait for volunteers may overtake each other, so each is waited for by itself; the scheduler
+            # bounds how many there are.
+            nursery.start_soon(
+                guard,
+                partial(self._compose, lambda one: nursery.start_soon(guard, partial(self._collect, one))),
+            )
         if failure is not None:
             raise failure
 
     def recover(self) -> None:
         """The engine has loaded the model again: all requests go on from their tokens."""
-        while True:
-            with contextlib.suppress(trio.WouldBlock):
-                self._out.receive_nowait()
-                continue
-            break
-        self._in_engine = 0
+        self._passes.clear()
         self.scheduler.on_lost(trio.current_time(), [False])
 
     def _notify(self) -> None:
         self._wake.set()
 
-    async def _compose(self) -> None:
+    async def _compose(self, launched: Callable[[_UnderWay], None]) -> None:
         while True:
             self._wake = trio.Event()
             now = trio.current_time()
             self._ended(self.scheduler.tick(now))
             while (batch := self.scheduler.next_batch(trio.current_time(), self._backlog())) is not None:
                 if batch.rows:
-                    await self._launch(batch)
+                    launched(await self._launch(batch))
                 else:
                     self.scheduler.on_result(batch.seq, [], trio.current_time())
             due = self.scheduler.next_deadline
@@ -178,11 +173,10 @@ class Coordinator:
                 await self._wake.wait()
 
     def _backlog(self) -> int:
-        """Passes that the engine computes or has before it; those that wait for volunteers leave it free."""
-        waiting = self.dispatcher.under_way if self.dispatcher is not None else 0
-        return max(0, self._in_engine - waiting)
+        """Passes that the engine has before it; of those that have begun, volunteers do the most."""
+        return sum(not one.pending.begun for one in self._passes)
 
-    async def _launch(self, batch: Batch) -> None:
+    async def _launch(self, batch: Batch) -> _UnderWay:
         rows = [
             (
                 row.request,
@@ -204,30 +198,29 @@ class Coordinator:
             wanted = tuple((row.request, row.position) for row in batch.rows if row.wants_output)
             origins = RowOrigins(places, wanted)
         buffer = await self.engine.take_buffer()
-        self._in_engine += 1
-        pending = await self.engine.submit(buffer, membership, 0, layers, origins)
-        await self._in.send(_UnderWay(batch, buffer, pending, trio.current_time()))
+        one = _UnderWay(batch, buffer, await self.engine.submit(buffer, membership, 0, layers, origins))
+        self._passes.add(one)
+        return one
 
-    async def _collect(self) -> None:
-        async for under_way in self._out:
-            try:
-                done = await under_way.pending.result()
-            except WireError as error:
-                raise EngineError(f"the engine refused a batch: {error}") from error
-            finally:
-                self._in_engine -= 1
-                self.engine.free_buffer(under_way.buffer)
-            outputs = [(o.request, o.token) for o in done.outputs]
-            trace = [StageTrace(done.held_ms / 1e3)]
-            now = trio.current_time()
-            events = self.scheduler.on_result(under_way.batch.seq, outputs, now, trace)
-            # Only what the scheduler has taken up: tokens of rewound or ended requests are dropped.
-            taken = {event.request for event in events if isinstance(event, Emitted)}
-            given = tuple(output for output in done.outputs if output.request in taken)
-            if given:
-                self.tell(given, ())
-            self._ended(events)
-            self._notify()
+    async def _collect(self, one: _UnderWay) -> None:
+        try:
+            done = await one.pending.result()
+        except WireError as error:
+            raise EngineError(f"the engine refused a batch: {error}") from error
+        finally:
+            self._passes.discard(one)
+            self.engine.free_buffer(one.buffer)
+        outputs = [(o.request, o.token) for o in done.outputs]
+        trace = [StageTrace(done.held_ms / 1e3)]
+        now = trio.current_time()
+        events = self.scheduler.on_result(one.batch.seq, outputs, now, trace)
+        # Only what the scheduler has taken up: tokens of rewound or ended requests are dropped.
+        taken = {event.request for event in events if isinstance(event, Emitted)}
+        given = tuple(output for output in done.outputs if output.request in taken)
+        if given:
+            self.tell(given, ())
+        self._ended(events)
+        self._notify()
 
     def _ended(self, events: list[Event]) -> None:
         ended = []

@@ -14,11 +14,12 @@ dispatches (its slots are the plan's ``max_requests``). The rules:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from kvasir_peer.experts.worker_health import Breaker, Latency
+from kvasir_peer.experts.worker_health import Breaker, Frame, Latency
 
 # Shadow tries of one worker before its grace is used up.
 SHADOW_TRIES = 3
@@ -75,7 +76,8 @@ class Worker:
         last_serve: when it last computed experts for this dispatcher; None for never.
         last_loaded_serve: the same, counting only work that was asked for under load.
         shadows: shadow tries that were made.
-        outstanding: row-expert pairs on their way.
+        frames: what is on its way, oldest first.
+        answered_at: when its newest answer came.
         latency, breaker: see :mod:`kvasir_peer.experts.worker_health`.
     """
 
@@ -86,7 +88,8 @@ class Worker:
     last_serve: float | None = None
     last_loaded_serve: float | None = None
     shadows: int = 0
-    outstanding: int = 0
+    frames: tuple[Frame, ...] = ()
+    answered_at: float = -math.inf
     latency: Latency = field(default_factory=Latency)
     breaker: Breaker = field(default_factory=Breaker)
 
@@ -106,6 +109,20 @@ class Worker:
     def serving(self, now: float, settings: DispatchSettings = DEFAULT_SETTINGS) -> bool:
         """It has computed something lately, when there was load."""
         return self.last_loaded_serve is not None and now - self.last_loaded_serve < settings.serve_ttl
+
+    @property
+    def outstanding(self) -> int:
+        """Row-expert pairs on their way."""
+        return sum(frame.pairs for frame in self.frames)
+
+    def overdue(self, now: float) -> bool:
+        """It has not answered a frame for so long that somebody else was asked."""
+        return any(now >= frame.late_at for frame in self.frames)
+
+    def finish(self, now: float, pairs: int = 0) -> float:
+        """When it should have answered everything, ``pairs`` more included that go out now (seconds)."""
+        frames = (*self.frames, Frame(0, now, pairs)) if pairs else self.frames
+        return self.latency.finish(frames, self.answered_at, now)
 
     def covers(self, layer: int, expert: int) -> bool:
         return any(at == layer and lo <= expert < hi for at, lo, hi in self.ranges)
@@ -129,12 +146,14 @@ class Decision:
         workers: peer ids that share the rows.
         shadows: peer ids that get rows which are computed locally too.
         trials: peer ids whose breaker is half open: one shadow each.
+        late: peer ids that share the rows again once they have answered.
     """
 
     mode: Literal["local", "load", "cooling"]
     workers: tuple[str, ...] = ()
     shadows: tuple[str, ...] = ()
     trials: tuple[str, ...] = ()
+    late: tuple[str, ...] = ()
 
 
 def poll_due(started: float | None, now: float, settings: DispatchSettings = DEFAULT_SETTINGS) -> bool:
@@ -163,12 +182,20 @@ def decide(snapshot: Snapshot, now: float) -> Decision:
     )
     trials = tuple(w.peer for w in live if w.proven and w.breaker.state(now) == "half-open")
     if under_load(snapshot.reading, now, settings):
-        proven = tuple(w.peer for w in sound if w.proven)
-        return Decision("load", proven, shadows, trials)
-    serving = tuple(w.peer for w in sound if w.serving(now, settings))
-    if serving:
-        return Decision("cooling", serving, shadows, trials)
+        there, late = punctual((w for w in sound if w.proven), now)
+        return Decision("load", there, shadows, trials, late)
+    there, late = punctual((w for w in sound if w.serving(now, settings)), now)
+    if there or late:
+        return Decision("cooling", there, shadows, trials, late)
     return Decision("local", (), shadows, ())
+
+
+def punctual(workers: Iterable[Worker], now: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Peer ids of those that are not late, and of those that are."""
+    there, late = list[str](), list[str]()
+    for worker in workers:
+        (late if worker.overdue(now) else there).append(worker.peer)
+    return tuple(there), tuple(late)
 
 
 def forget_expired(workers: Iterable[Worker], now: float) -> tuple[Worker, ...]:
@@ -176,42 +203,62 @@ def forget_expired(workers: Iterable[Worker], now: float) -> tuple[Worker, ...]:
     return tuple(w for w in workers if w.live(now))
 
 
-def sent(worker: Worker, pairs: int, *, shadow: bool = False) -> Worker:
-    """Rows have gone to it."""
+def sent(worker: Worker, number: int, pairs: int, now: float, *, shadow: bool = False) -> Worker:
+    """Rows have gone to it as frame ``number``."""
     breaker = worker.breaker.tried() if worker.breaker.failures else worker.breaker
-    return replace(
-        worker,
-        outstanding=worker.outstanding + pairs,
-        shadows=worker.shadows + shadow,
-        breaker=breaker,
+    expected = worker.finish(now, pairs) - now
+    frame = Frame(
+        number,
+        now,
+        pairs,
+        not worker.frames,
+        expected,
+        now + worker.latency.hedge_after(expected),
+        now + worker.latency.deadline(expected),
     )
+    return replace(worker, frames=(*worker.frames, frame), shadows=worker.shadows + shadow, breaker=breaker)
 
 
-def served(
-    worker: Worker, pairs: int, seconds: float, compute_seconds: float, now: float, *, loaded: bool
-) -> Worker:
-    """It has answered in time and passed the checks.
+def served(worker: Worker, number: int, compute_seconds: float, now: float, *, loaded: bool) -> Worker:
+    """It has answered a frame in time, and what it said passed the checks.
 
     Args:
-        pairs: row-expert pairs of the frame.
-        seconds: between sending and having the answer.
+        number: of the frame.
         compute_seconds: its own word on the time of computing.
         loaded: the rows were sent under load.
     """
     return replace(
-        worker,
-        outstanding=max(0, worker.outstanding - pairs),
+        answered(worker, number, compute_seconds, now),
         last_serve=now,
         last_loaded_serve=now if loaded else worker.last_loaded_serve,
-        latency=worker.latency.observe(seconds, pairs, compute_seconds),
         breaker=worker.breaker.succeeded(),
     )
 
 
-def failed(worker: Worker, pairs: int, now: float) -> Worker:
-    """It was late, wrong, or lost. It gets no more work for now; what is outstanding counts as failed too."""
-    return replace(
-        worker,
-        outstanding=max(0, worker.outstanding - pairs),
-        breaker=worker.breaker.failed(now),
+def answered(worker: Worker, number: int, compute_seconds: float, now: float) -> Worker:
+    """The answer to a frame is here."""
+    place = next((i for i, frame in enumerate(worker.frames) if frame.number == number), None)
+    if place is None:  # its link was lost meanwhile, and all that was under way with it
+        return worker
+    frame = worker.frames[place]
+    seconds = now - frame.sent
+    latency = worker.latency.observe(
+        seconds,
+        frame.pairs,
+        min(compute_seconds, seconds),
+        expected=frame.expected,
+        since_answer=now - worker.answered_at if worker.answered_at > -math.inf else None,
+        alone=frame.alone,
     )
+    frames = (*worker.frames[:place], *worker.frames[place + 1 :])
+    return replace(worker, frames=frames, answered_at=now, latency=latency)
+
+
+def failed(worker: Worker, number: int, now: float) -> Worker:
+    """It was late, wrong, or lost. It gets no more work for now."""
+    return replace(dropped(worker, number), breaker=worker.breaker.failed(now))
+
+
+def dropped(worker: Worker, number: int) -> Worker:
+    """A frame is waited for no more."""
+    return replace(worker, frames=tuple(frame for frame in worker.frames if frame.number != number))

@@ -8,7 +8,9 @@ there at most one deadline later than the local experts would have needed.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
+import math
 import secrets
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -33,6 +35,7 @@ from kvasir_peer.experts.verification import (
     differences,
     inspect,
 )
+from kvasir_peer.experts.worker_health import Frame
 from kvasir_peer.experts.worker_link import WorkerLink, open_worker_link
 from kvasir_peer.net.link import Priority
 from kvasir_peer.wire.experts import decode_rows, encode_rows, rows_bytes
@@ -50,10 +53,10 @@ SHADOW_ROWS = 4  # of one shadow try: enough to see whether a worker computes, c
 TEND_SECONDS = 0.5  # between two looks at workers that wait for their first try
 RETRY_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # seconds before another link to a worker; the last one stays
 COUNTING_PASSES = 8  # under load, one pass in so many is routed here just to count which layers are hot
-COST_GAIN = 0.1  # of the running mean of the local experts' time for each pair
 FIRST_PAIR_SECONDS = 5e-4  # assumed of the local experts until one call was measured
-PATIENCE = 2.0  # a worker is out when it takes so many times as long as usual, and some
 BACKGROUND_CHECKS = 64  # checks that may wait for the engine; more are given up, and counted
+# Of which the engine has so many at a time; where as many more wait, it has no time to spare, and they go with rows.
+CHECKS_AT_ONCE = 8
 REMEMBERED_CAUGHT = 256
 
 
@@ -83,7 +86,15 @@ class DispatcherConfig:
 
 @dataclass(frozen=True)
 class WorkerFigures:
-    """One worker as this dispatcher sees it; ``rows`` served and used, ``checked`` again and found right."""
+    """One worker as this dispatcher sees it.
+
+    Attributes:
+        rows, checked: served; computed again and found right.
+        latency_ms, way_ms, pair_ms: of a frame as they have been lately; of which on the way; for each row-expert pair.
+        outstanding: row-expert pairs under way.
+        held_s: seconds that it has computed, as it says.
+        bytes_out, bytes_in: of frames.
+    """
 
     peer: str
     attached: bool
@@ -92,7 +103,10 @@ class WorkerFigures:
     rows: int
     checked: int
     latency_ms: float
+    way_ms: float
+    pair_ms: float
     outstanding: int
+    held_s: float
     bytes_out: int
     bytes_in: int
 
@@ -106,6 +120,7 @@ class DispatchStatistics:
         reading: the own slots, as last read.
         routed: layers' worth of rows that were routed here.
         local_pairs, remote_pairs: row-expert pairs whose sums came from the own experts, from workers.
+        local_s, check_s: seconds that the own experts have computed rows; of which to check workers.
         fallbacks: parts that no worker answered in time. ``hedges``: parts that were sent twice.
         shadows, checks, skipped_checks: tries and checks made; checks given up because too many waited.
         refused_sums: answers that were plainly wrong. ``refused_maps``: old ones, and another model's.
@@ -122,6 +137,8 @@ class DispatchStatistics:
     routed: int
     local_pairs: int
     remote_pairs: int
+    local_s: float
+    check_s: float
     fallbacks: int
     hedges: int
     shadows: int
@@ -147,6 +164,7 @@ class _Known:
     link: WorkerLink | None = None
     state: policy.Worker | None = None
     trying: bool = False
+    held: float = 0.0
     bytes_out: int = 0
     bytes_in: int = 0
 
@@ -188,11 +206,10 @@ class _Settling:
 
 @dataclass(frozen=True, eq=False)
 class _Answer:
-    """Sums of a worker for ``pairs``; seconds until they were here, and of computing as it says."""
+    """Sums of a worker for a frame, and seconds of computing as it says."""
 
     sums: F32
-    pairs: int
-    seconds: float
+    frame: int
     held: float
 
 
@@ -233,15 +250,12 @@ class Dispatcher:
         self._samples: dict[int, RoutedRows] = {}
         self._heat: Counter[int] = Counter()
         self._counts: Counter[str] = Counter()
-        self._pair_seconds = FIRST_PAIR_SECONDS
-        self._pair_measured = False
-        self._local_waiting = 0
-        self._under_way = 0
-        self._engine_seconds = 0.0
-        self._part_seconds = 0.0
-        self._engine_seen = (0, 0.0)
+        # The own experts as a worker among others: what is under way there, and how long it takes.
+        self._own = policy.Worker(LOCAL, (), 0.0, math.inf)
+        self._numbers = itertools.count(1)
+        self._local_seconds = self._check_seconds = 0.0
         self._passes = 0
-        self._checks = trio.CapacityLimiter(2)
+        self._checks = trio.CapacityLimiter(CHECKS_AT_ONCE)
         self._checks_waiting = 0
         self._nursery: trio.Nursery | None = None
         self._log: deque[str] = deque(maxlen=200)
@@ -250,39 +264,29 @@ class Dispatcher:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled."""
-        async with trio.open_nursery() as nursery:
-            self._nursery = nursery
-            self._engine.routed = self.routed
-            try:
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                self._engine.routed = self.routed
                 nursery.start_soon(self._poll_slots)
                 nursery.start_soon(self._tend)
                 task_status.started()
                 await trio.sleep_forever()
-            finally:
-                self._engine.routed = lambda work: None
-                self._nursery = None
+        finally:
+            self._engine.routed = lambda work: None
+            self._nursery = None
 
     async def _poll_slots(self) -> None:
         """Layer 1's task: a stalled answer lets the last reading age, and holds up nobody."""
         settings = self.config.settings
         while True:
             began = trio.current_time()
-            self._measure_engine()
             try:
                 with trio.move_on_after(settings.poll_deadline):
                     self._reading = await self._read_slots()
             except KvasirError as error:
                 logger.warning("the own slots could not be read: %s", error)
             await trio.sleep_until(began + settings.poll_period)
-
-    def _measure_engine(self) -> None:
-        """How long the engine is busy with one layer of one pass, apart from routed rows."""
-        figures = self._engine.statistics()
-        passes, held = self._engine_seen
-        if figures.passes > passes:
-            each = (figures.held_ms - held) / 1e3 / (figures.passes - passes)
-            self._engine_seconds = each / max(1, len(self.config.layers))
-        self._engine_seen = (figures.passes, figures.held_ms)
 
     # -- the map --------------------------------------------------------------------------------------------
 
@@ -352,10 +356,10 @@ class Dispatcher:
         if known.state is None:
             known.state = policy.Worker(known.entry.peer, known.entry.ranges, now, ends)
         elif known.state.proven:
-            known.state = dataclasses.replace(known.state, outstanding=0, expires_at=ends)
+            known.state = dataclasses.replace(known.state, frames=(), expires_at=ends)
         else:
             known.state = dataclasses.replace(
-                known.state, attached_at=now, outstanding=0, expires_at=ends, shadows=0
+                known.state, attached_at=now, frames=(), expires_at=ends, shadows=0
             )
         known.link = link
 
@@ -372,27 +376,24 @@ class Dispatcher:
         now = trio.current_time()
         workers = tuple(k.state for k in self._known.values() if k.attached and k.state is not None)
         if self.config.remote == "all":
-            sound = tuple(w.peer for w in workers if w.proven and w.breaker.state(now) == "closed")
+            sound = [w for w in workers if w.proven and w.breaker.state(now) == "closed"]
             decision = policy.decide(Snapshot(self._reading, workers, self.config.settings), now)
-            return Decision("load", sound, decision.shadows, decision.trials)
+            there, late = policy.punctual(sound, now)
+            return Decision("load", there, decision.shadows, decision.trials, late)
         return policy.decide(Snapshot(self._reading, workers, self.config.settings), now)
 
     def layers(self) -> tuple[int, ...]:
         """At which layers the next pass should hand out its routed rows; none while all is local."""
         decision = self._decide()
         self._passes += 1
-        peers = {*decision.workers, *decision.shadows, *decision.trials}
+        # Who is late may have answered by the time that the pass stands at a layer.
+        peers = {*decision.workers, *decision.late, *decision.shadows, *decision.trials}
         if decision.mode == "load" and self._passes % COUNTING_PASSES == 0:
             return self.config.layers
         if not peers:
             return ()
         covered = {layer for peer in peers for layer, _, _ in self._known[peer].entry.ranges}
         return tuple(layer for layer in self.config.layers if layer in covered)
-
-    @property
-    def under_way(self) -> int:
-        """Passes whose rows are routed now: the engine may compute others meanwhile."""
-        return self._under_way
 
     @property
     def mode(self) -> str:
@@ -407,7 +408,6 @@ class Dispatcher:
             self._nursery.start_soon(self._serve, work)
 
     async def _serve(self, work: RoutedPass) -> None:
-        self._under_way += 1
         try:
             size = rows_bytes(work.rows, work.experts, self.config.n_embd, "f32")
             routed = decode_rows(
@@ -420,8 +420,6 @@ class Dispatcher:
         except EngineError as error:
             # The pass has failed with it, and says so where it is waited for.
             logger.info("routed rows of layer %d are given up: %s", work.layer, error)
-        finally:
-            self._under_way -= 1
 
     async def _sums(self, rows: RoutedRows) -> F32:
         self._counts["routed"] += 1
@@ -439,37 +437,38 @@ class Dispatcher:
         ]
         if not workers:
             return await self._all_local(rows)
+        now = trio.current_time()
         shares = share_rows(
             rows.layer,
             rows.counts(),
             workers,
-            LocalCost(self._pair_seconds, self._local_waiting * self._pair_seconds),
-            # What the engine has to do for other passes meanwhile; not what they wait for, which nobody works at.
-            hidden=max(0, self._under_way - 1) * (self._engine_seconds + self._part_seconds),
+            self._own_cost(now),
+            now=now,
             local_allowed=self.config.remote != "all",
         )
         parts = rows.divide(shares)
-        own = parts[LOCAL].pairs * self._pair_seconds if LOCAL in parts else 0.0
-        self._part_seconds += COST_GAIN * (own - self._part_seconds)
         if set(parts) == {LOCAL}:
             return await self._all_local(rows)
         loaded = decision.mode == "load"
         done: dict[str, F32] = {}
         failures: list[EngineError] = []
 
-        async def settle(peer: str, part: RoutedPart) -> None:
+        async def settle(peer: str, part: RoutedPart, frame: Frame | None) -> None:
             try:
                 if peer == LOCAL:
-                    done[peer] = await self._local(part, "f32", "ring")
+                    assert frame is not None
+                    done[peer] = await self._local(part, "f32", "shared", frame)
                     self._counts["local_pairs"] += part.pairs
                 else:
-                    done[peer] = await self._remote(part, peer, workers, loaded=loaded)
+                    done[peer] = await self._remote(part, peer, frame, workers, loaded=loaded)
             except EngineError as error:
                 failures.append(error)
 
+        # All are noted before anybody is waited for: the next rows are shared by what is under way now.
+        frames = {peer: self._note(peer, part) for peer, part in parts.items()}
         async with trio.open_nursery() as nursery:
             for peer, part in parts.items():
-                nursery.start_soon(settle, peer, part)
+                nursery.start_soon(settle, peer, part, frames[peer])
         if failures:
             raise failures[0]
         sums = np.zeros_like(rows.x)
@@ -477,99 +476,155 @@ class Dispatcher:
             sums[parts[peer].rows] += done[peer]
         return sums
 
+    def _note(self, peer: str, part: RoutedPart, *, shadow: bool = False) -> Frame | None:
+        """Note that a part goes to a worker now, or to the own experts; None where the worker has gone."""
+        now = trio.current_time()
+        number = next(self._numbers)
+        if peer == LOCAL:
+            self._own = policy.sent(self._own, number, part.pairs, now)
+            return self._own.frames[-1]
+        known = self._known.get(peer)
+        if known is None or known.state is None or not known.attached:
+            return None
+        known.state = policy.sent(known.state, number, part.pairs, now, shadow=shadow)
+        return known.state.frames[-1]
+
     async def _all_local(self, rows: RoutedRows) -> F32:
         self._counts["local_pairs"] += rows.pairs
-        return await self._local(rows.all(), "f32", "ring")
+        part = rows.all()
+        return await self._local(part, "f32", "ring", self._note(LOCAL, part))
 
-    async def _local(self, part: RoutedPart, dtype: str, urgency: Urgency) -> F32:
-        """Sums by the own experts; in another dtype than f32 rounded just as a worker's."""
+    async def _local(
+        self,
+        part: RoutedPart,
+        dtype: str,
+        urgency: Urgency,
+        frame: Frame | None = None,
+        *,
+        check: bool = False,
+    ) -> F32:
+        """Sums by the own experts; in another dtype than f32 rounded just as a worker's.
+
+        Args:
+            frame: as noted; None for what passes do not wait for.
+        """
         engine, width = self._engine, self.config.n_embd
-        buffer = await engine.take_buffer()
-        pairs = part.pairs
-        self._local_waiting += pairs
-        # The engine writes to the buffer in any case, so it is not given back before that.
+        done: float | None = None
         try:
-            with trio.CancelScope(shield=True):
-                encode_rows(part.ids, part.weights, part.x, dtype, engine.buffer(buffer))
-                answer = await engine.compute_experts(
-                    buffer, part.layer, len(part.rows), part.ids.shape[1], dtype, urgency
-                )
-                data = bytes(engine.buffer(buffer)[: answer.size])
+            buffer = await engine.take_buffer()
+            # The engine writes to the buffer in any case, so it is not given back before that.
+            try:
+                with trio.CancelScope(shield=True):
+                    encode_rows(part.ids, part.weights, part.x, dtype, engine.buffer(buffer))
+                    answer = await engine.compute_experts(
+                        buffer, part.layer, len(part.rows), part.ids.shape[1], dtype, urgency
+                    )
+                    data = bytes(engine.buffer(buffer)[: answer.size])
+                    done = answer.held_ms / 1e3
+            finally:
+                engine.free_buffer(buffer)
         finally:
-            self._local_waiting -= pairs
-            engine.free_buffer(buffer)
+            if frame is not None and done is not None:
+                self._own = policy.answered(self._own, frame.number, done, trio.current_time())
+            elif frame is not None:
+                self._own = policy.dropped(self._own, frame.number)
+        self._local_seconds += answer.held_ms / 1e3
+        self._check_seconds += answer.held_ms / 1e3 if check else 0.0
         sums = decode_tensor(data, dtype, len(part.rows), width)
-        if pairs:
-            each = answer.held_ms / 1e3 / pairs
-            gain = COST_GAIN if self._pair_measured else 1.0
-            self._pair_seconds += gain * (each - self._pair_seconds)
-            self._pair_measured = True
         if len(sums):
             largest = float(np.linalg.norm(sums, axis=1).max())
             self._largest[part.layer] = max(largest, self._largest.get(part.layer, 0.0))
         return sums
 
     async def _remote(
-        self, part: RoutedPart, peer: str, workers: Sequence[policy.Worker], *, loaded: bool
+        self,
+        part: RoutedPart,
+        peer: str,
+        frame: Frame | None,
+        workers: Sequence[policy.Worker],
+        *,
+        loaded: bool,
     ) -> F32:
         """Sums of a part from a worker, from a second one that is asked when it is late, or from here."""
         assert self._nursery is not None
-        state = self._known[peer].state if peer in self._known else None
         settling = _Settling(part)
-        if state is not None:
-            able = [w for w in workers if w.peer != peer and self._usable(w.peer)]
-            twin = self._twin(part, able) if self.config.mode == "strict" else None
-            patience = state.latency.hedge_after(_scale(state, part))
-            if twin is not None:
-                patience = max(patience, twin.latency.hedge_after(_scale(twin, part)))
+        known = self._known.get(peer)
+        if frame is not None and known is not None:  # it may have been caught since then
+            twin = self._twin(part, self._able(workers, peer)) if self.config.mode == "strict" else None
+            second = self._note(twin.peer, part) if twin is not None else None
+            late_at = frame.late_at
+            if twin is not None and second is not None:
+                late_at = max(late_at, second.late_at)
                 settling.attempts += 1
-                pair = (self._known[peer], self._known[twin.peer])
+                pair = ((known, frame), (self._known[twin.peer], second))
                 self._nursery.start_soon(self._attempt_twice, settling, pair, loaded)
             else:
-                self._start(settling, peer, loaded)
-            with trio.move_on_after(patience):
+                self._start(settling, known, frame, loaded)
+            with trio.move_on_at(late_at):
                 await settling.wait()
             if settling.sums is None and settling.attempts:
                 self._counts["hedges"] += 1
-                able = [w for w in workers if w.peer != peer and self._usable(w.peer)]
-                other = hedge_for(state, able, part.layer, part.experts)
-                if other != LOCAL and twin is None:
-                    self._start(settling, other, loaded)
-                else:
+                now = trio.current_time()
+                other = LOCAL
+                if second is None:
+                    able = self._able(workers, peer)
+                    own = self._own_cost(now)
+                    other = hedge_for(able, part.layer, part.experts, part.pairs, own, now=now)
+                if other != LOCAL and (second := self._note(other, part)) is not None:
+                    self._start(settling, self._known[other], second, loaded)
+                    # A second one that fails too costs no further deadline.
+                    with trio.move_on_at(frame.deadline):
+                        await settling.wait()
+                    self._counts["fallbacks"] += settling.sums is None
+                if settling.sums is None:
                     settling.attempts += 1
                     self._nursery.start_soon(self._stand_in, settling)
                 await settling.wait()
         if settling.sums is None:
             self._counts["fallbacks"] += 1
-            settling.offer(await self._local(part, "f32", "ring"), LOCAL)
+            settling.offer(await self._local(part, "f32", "ring", self._note(LOCAL, part)), LOCAL)
         assert settling.sums is not None
         self._counts["local_pairs" if settling.source == LOCAL else "remote_pairs"] += part.pairs
         return settling.sums
 
-    def _usable(self, peer: str) -> bool:
+    def _usable(self, peer: str) -> policy.Worker | None:
+        """A worker that may be asked now."""
         known = self._known.get(peer)
-        return known is not None and known.ready
+        if known is None or not known.ready or known.state is None:
+            return None
+        now = trio.current_time()
+        sound = known.state.breaker.state(now) == "closed" and not known.state.overdue(now)
+        return known.state if sound else None
 
-    def _start(self, settling: _Settling, peer: str, loaded: bool) -> None:
+    def _own_cost(self, now: float) -> LocalCost:
+        own = self._own
+        return LocalCost(own.latency.row_seconds or FIRST_PAIR_SECONDS, own.finish(now) - now)
+
+    def _able(self, workers: Sequence[policy.Worker], late: str) -> list[policy.Worker]:
+        """Who of some workers may be asked now, but for one."""
+        return [state for w in workers if w.peer != late and (state := self._usable(w.peer)) is not None]
+
+    def _start(self, settling: _Settling, known: _Known, frame: Frame, loaded: bool) -> None:
         assert self._nursery is not None
         settling.attempts += 1
-        self._nursery.start_soon(self._attempt, settling, self._known[peer], loaded)
+        self._nursery.start_soon(self._attempt, settling, known, frame, loaded)
 
     async def _stand_in(self, settling: _Settling) -> None:
         try:
-            settling.offer(await self._local(settling.part, "f32", "ring"), LOCAL)
+            part = settling.part
+            settling.offer(await self._local(part, "f32", "ring", self._note(LOCAL, part)), LOCAL)
         except EngineError as error:
             logger.info("the own experts could not stand in: %s", error)
         finally:
             settling.attempts -= 1
             settling.tell()
 
-    async def _attempt(self, settling: _Settling, known: _Known, loaded: bool) -> None:
+    async def _attempt(self, settling: _Settling, known: _Known, frame: Frame, loaded: bool) -> None:
         part = settling.part
         peer = known.entry.peer
         try:
             picks = self._verifier.plan(peer, len(part.rows))
-            answer = await self._ask(known, part, shadow=False)
+            answer = await self._ask(known, part, frame)
             if answer is None or peer in self._caught:
                 return
             self._served(known, answer, loaded=loaded)
@@ -591,14 +646,18 @@ class Dispatcher:
         found = [w for w in able if all(w.covers(part.layer, e) for e in part.experts)]
         return secrets.choice(found) if found else None
 
-    async def _attempt_twice(self, settling: _Settling, pair: tuple[_Known, _Known], loaded: bool) -> None:
+    async def _attempt_twice(
+        self, settling: _Settling, pair: tuple[tuple[_Known, Frame], ...], loaded: bool
+    ) -> None:
         """The same rows from two workers: what they agree on counts, else the own experts say who is right."""
         part = settling.part
-        picks = [self._verifier.plan(known.entry.peer, len(part.rows), twice=True) for known in pair]
+        both = tuple(known for known, _ in pair)
+        picks = [self._verifier.plan(known.entry.peer, len(part.rows), twice=True) for known in both]
         answers: list[_Answer | None] = [None, None]
 
         async def ask(place: int) -> None:
-            answers[place] = await self._ask(pair[place], part, shadow=False)
+            known, frame = pair[place]
+            answers[place] = await self._ask(known, part, frame)
 
         try:
             async with trio.open_nursery() as nursery:
@@ -606,16 +665,16 @@ class Dispatcher:
                 nursery.start_soon(ask, 1)
             found = [
                 (known, answer, picked)
-                for known, answer, picked in zip(pair, answers, picks, strict=True)
+                for known, answer, picked in zip(both, answers, picks, strict=True)
                 if answer is not None and known.entry.peer not in self._caught
             ]
             for known, answer, _ in found:
                 self._served(known, answer, loaded=loaded)
             if settling.sums is not None:
                 return  # the own experts were quicker
-            if len(found) == 2 and self._agree(pair, found[0][1].sums, found[1][1].sums):
+            if len(found) == 2 and self._agree(both, found[0][1].sums, found[1][1].sums):
                 self._counts["twice"] += 1
-                settling.offer(found[0][1].sums, pair[0].entry.peer)
+                settling.offer(found[0][1].sums, both[0].entry.peer)
                 for known, answer, picked in found:
                     self._verifier.used(known.entry.peer, len(part.rows), agreed=True)
                     self._used_unchecked(known, part, answer.sums, picked)
@@ -631,7 +690,7 @@ class Dispatcher:
             settling.attempts -= 1
             settling.tell()
 
-    def _agree(self, pair: tuple[_Known, _Known], one: F32, other: F32) -> bool:
+    def _agree(self, pair: tuple[_Known, ...], one: F32, other: F32) -> bool:
         assert self._map is not None
         exact = all(known.link is not None and known.link.precision == "exact" for known in pair)
         bounds = bounds_for(self._map.dtype, "exact" if exact else "fast")
@@ -644,25 +703,21 @@ class Dispatcher:
         if len(picks):
             self._check_later(known, part.only(picks), sums[picks])
 
-    async def _ask(self, known: _Known, part: RoutedPart, *, shadow: bool) -> _Answer | None:
+    async def _ask(self, known: _Known, part: RoutedPart, frame: Frame) -> _Answer | None:
         """A worker's sums, or None where it failed, which is noted."""
-        link, state = known.link, known.state
-        if link is None or state is None:
+        link = known.link
+        assert known.state is not None
+        if link is None:
+            known.state = policy.dropped(known.state, frame.number)
             return None
-        pairs = part.pairs
-        # Somebody else is asked long before this, so patience costs no token; a hiccup of this machine would put
-        # all workers out at once.
-        limit = state.latency.deadline(PATIENCE * _scale(state, part))
-        known.state = policy.sent(state, pairs, shadow=shadow)
+        limit = frame.deadline - frame.sent  # from now on: what holds up this machine is not its fault
         self._counts["frames"] += 1
-        began = trio.current_time()
         reason = f"no answer in {limit * 1e3:.0f} ms"
         found: _Answer | None = None
         try:
             with trio.move_on_after(limit) as scope:
                 answer = await link.ask(part.layer, part.ids, part.weights, part.x, Priority.DECODE)
-                seconds = trio.current_time() - began
-                found = _Answer(answer.sums, pairs, seconds, min(answer.held, seconds))
+                found = _Answer(answer.sums, frame.number, answer.held)
             self._counts["late"] += scope.cancelled_caught
         except (LinkError, RefusedError, WireError) as error:
             reason = str(error)
@@ -674,23 +729,24 @@ class Dispatcher:
                 if wrong:
                     reason, found = wrong, None
                     self._counts["refused_sums"] += 1
-            if found is None:
-                now = trio.current_time()
+            now = trio.current_time()
+            if found is not None:
+                known.state = policy.answered(known.state, frame.number, found.held, now)
+                known.held += found.held
+            else:
                 breaker = known.state.breaker
                 if breaker.state(now) == "open" and not breaker.trial:
                     # It is out already for what went wrong: frames that were under way with that are no news.
-                    left = max(0, known.state.outstanding - pairs)
-                    known.state = dataclasses.replace(known.state, outstanding=left)
+                    known.state = policy.dropped(known.state, frame.number)
                 else:
-                    known.state = policy.failed(known.state, pairs, now)
+                    known.state = policy.failed(known.state, frame.number, now)
                 self._log.append(f"{now:.2f} {known.entry.peer}: {reason}")
         return found
 
     def _served(self, known: _Known, answer: _Answer, *, loaded: bool) -> None:
         assert known.state is not None
-        known.state = policy.served(
-            known.state, answer.pairs, answer.seconds, answer.held, trio.current_time(), loaded=loaded
-        )
+        now = trio.current_time()
+        known.state = policy.served(known.state, answer.frame, answer.held, now, loaded=loaded)
 
     # -- checks ---------------------------------------------------------------------------------------------
 
@@ -704,7 +760,8 @@ class Dispatcher:
     async def _checked_in_turn(self, known: _Known, part: RoutedPart, sums: F32) -> None:
         try:
             async with self._checks:
-                await self._check(known, part, sums, "checks")
+                pressing = self._checks_waiting > 2 * CHECKS_AT_ONCE
+                await self._check(known, part, sums, "shared" if pressing else "checks")
         except EngineError as error:
             logger.info("a check was given up: %s", error)
         finally:
@@ -715,7 +772,7 @@ class Dispatcher:
         assert self._map is not None
         self._counts["checks"] += 1
         peer = known.entry.peer
-        ours = await self._local(part, self._map.dtype, urgency)
+        ours = await self._local(part, self._map.dtype, urgency, check=True)
         exact = self.config.precision == "exact" and (known.link is None or known.link.precision == "exact")
         bounds = bounds_for(self._map.dtype, "exact" if exact else "fast")
         verdict = self._verifier.checked(peer, differences(sums, ours, bounds), bounds)
@@ -770,9 +827,12 @@ class Dispatcher:
     async def _shadow(self, known: _Known, part: RoutedPart) -> None:
         self._counts["shadows"] += 1
         try:
+            frame = self._note(known.entry.peer, part, shadow=True)
+            if frame is None:
+                return
             self._verifier.plan(known.entry.peer, len(part.rows))
             loaded = policy.under_load(self._reading, trio.current_time(), self.config.settings)
-            answer = await self._ask(known, part, shadow=True)
+            answer = await self._ask(known, part, frame)
             # Only a try that was found right makes a worker proven.
             if answer is not None and await self._check(known, part, answer.sums, "checks"):
                 self._served(known, answer, loaded=loaded)
@@ -800,7 +860,10 @@ class Dispatcher:
                     record.rows,
                     record.checked,
                     state.latency.mean * 1e3 if state is not None else 0.0,
+                    state.latency.way * 1e3 if state is not None else 0.0,
+                    state.latency.row_seconds * 1e3 if state is not None else 0.0,
                     state.outstanding if state is not None else 0,
+                    known.held,
                     known.bytes_out + (link.bytes_out if link else 0),
                     known.bytes_in + (link.bytes_in if link else 0),
                 )
@@ -812,6 +875,8 @@ class Dispatcher:
             count["routed"],
             count["local_pairs"],
             count["remote_pairs"],
+            self._local_seconds,
+            self._check_seconds,
             count["fallbacks"],
             count["hedges"],
             count["shadows"],
@@ -851,12 +916,3 @@ class RowOrigins:
         if count == len(self.rows):
             return self.rows
         return self.wanted if count == len(self.wanted) else ()
-
-
-def _scale(state: policy.Worker, part: RoutedPart) -> float:
-    """How much longer than usual a worker will need for a part: what it computes, on top of its way."""
-    latency = state.latency
-    if latency.mean <= 0:
-        return 1.0
-    waiting = (state.outstanding + part.pairs) * latency.row_seconds
-    return max(1.0, (latency.way + waiting) / latency.mean)

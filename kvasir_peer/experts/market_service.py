@@ -619,6 +619,7 @@ class MarketService:
             "local_pairs": found.local_pairs,
             "remote_pairs": found.remote_pairs,
             **msgspec.structs.asdict(found.figures),
+            "rows": {worker.peer: worker.rows for worker in found.workers},
         }
         self._totals.told(peer, found.run, found.local_pairs, found.remote_pairs, found.figures)
         self._apply(market_messages.SlotsRead(peer, reading, dict(found.heat)))

@@ -1,8 +1,9 @@
 """How the routed rows of one layer are shared between the local experts and workers.
 
 Under load what counts is rows per second: everybody should finish together, and nobody should be asked who would
-finish later than the local experts alone. Two or more micro-batches are interleaved, so the way to a worker and back
-overlaps with computing another micro-batch; only what such overlap does not hide counts as the worker's latency.
+finish later than the local experts alone. When somebody would finish follows from what is under way there already
+(:meth:`kvasir_peer.experts.dispatch_policy.Worker.finish`): a row that waits for its turn waits for its way at the same
+time. Several micro-batches are interleaved, so a worker has its next rows while its last sums are on their way.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from kvasir_peer.experts.dispatch_policy import Worker
 LOCAL = ""  # peer id of the dispatcher's own experts
 # Rows of one expert are cut into pieces of this share of an even part, so that everybody can finish together.
 PIECE_SHARE = 0.25
+# What one more frame costs everybody, for packing, sending and taking it (seconds): nobody is asked too for what would
+# save less.
+FRAME_SECONDS = 1e-3
 # Speed assumed of a worker without a history, relative to the local experts.
 UNKNOWN_SPEED = 0.5
 
@@ -46,7 +50,7 @@ def share_rows(
     workers: Sequence[Worker],
     local: LocalCost,
     *,
-    hidden: float = 0.0,
+    now: float = 0.0,
     local_allowed: bool = True,
 ) -> list[Share]:
     """Share the rows of a layer.
@@ -56,7 +60,7 @@ def share_rows(
         rows: expert to the number of rows routed to it.
         workers: who may be asked (:func:`kvasir_peer.experts.dispatch_policy.decide`).
         local: cost of the dispatcher's own experts.
-        hidden: seconds of waiting that another micro-batch covers.
+        now: seconds, on the clock of the workers' frames.
         local_allowed: False sends everything away that anybody covers (tests, and dispatchers without experts).
 
     Returns:
@@ -65,35 +69,40 @@ def share_rows(
     total = sum(rows.values())
     if total == 0:
         return []
-    spans = [(w, [(lo, hi) for at, lo, hi in w.ranges if at == layer]) for w in workers]
-    able: dict[int, list[Worker]] = {
-        expert: [w for w, held in spans if any(lo <= expert < hi for lo, hi in held)] for expert in rows
+    spans = [(w.peer, [(lo, hi) for at, lo, hi in w.ranges if at == layer]) for w in workers]
+    able: dict[int, list[str]] = {
+        expert: [peer for peer, held in spans if any(lo <= expert < hi for lo, hi in held)] for expert in rows
     }
-    slots: dict[str, float] = {LOCAL: local.backlog}
+    ends: dict[str, float] = {LOCAL: local.backlog}
     per_pair: dict[str, float] = {LOCAL: local.per_pair}
     for worker in workers:
         latency = worker.latency
-        speed = latency.row_seconds or local.per_pair * (1 / UNKNOWN_SPEED)
-        slots[worker.peer] = max(0.0, latency.way - hidden) + worker.outstanding * speed
-        per_pair[worker.peer] = speed
+        per_pair[worker.peer] = latency.row_seconds or local.per_pair / UNKNOWN_SPEED
+        ends[worker.peer] = max(latency.way, worker.finish(now) - now)
     piece = max(1, int(PIECE_SHARE * total / (len(workers) + 1)))
     out: list[Share] = []
+    used = {LOCAL}
     # Experts with few possible places first, then many rows first: the flexible ones even things out.
     for expert in sorted(rows, key=lambda e: (len(able[e]), -rows[e], e)):
-        queue = [(slots[w.peer], w.peer) for w in able[expert]]
-        if local_allowed or not queue:
-            queue.append((slots[LOCAL], LOCAL))
-        first = 0
+        places = able[expert]
+        if local_allowed or not places:
+            places = [*places, LOCAL]
+        left = rows[expert]
         taken: dict[str, int] = {}
-        while first < rows[expert]:
-            count = min(piece, rows[expert] - first)
+        while left:
+            count = min(piece, left)
             peer = min(
-                (place for _, place in queue),
-                key=lambda p: (slots[p] + count * per_pair[p], p != LOCAL, p),
+                places,
+                key=lambda p: (
+                    ends[p] + count * per_pair[p] + (0.0 if p in used else FRAME_SECONDS),
+                    p != LOCAL,
+                    p,
+                ),
             )
-            slots[peer] += count * per_pair[peer]
+            used.add(peer)
+            ends[peer] += count * per_pair[peer]
             taken[peer] = taken.get(peer, 0) + count
-            first += count
+            left -= count
         first = 0
         for peer, count in taken.items():
             out.append(Share(peer, expert, first, count))
@@ -110,11 +119,19 @@ def throughput(workers: Sequence[Worker], local: LocalCost) -> float:
     return rate
 
 
-def hedge_for(worker: Worker, others: Sequence[Worker], layer: int, experts: Sequence[int]) -> str:
-    """Who gets the rows of a late worker: the least burdened other that covers all of them, else the local experts."""
+def hedge_for(
+    others: Sequence[Worker],
+    layer: int,
+    experts: Sequence[int],
+    pairs: int,
+    local: LocalCost,
+    *,
+    now: float = 0.0,
+) -> str:
+    """Who gets the rows of a late worker, too: whoever covers all of them and should be done first."""
     able = [
-        (w.outstanding * w.latency.row_seconds + w.latency.mean, w.peer)
+        (w.finish(now, pairs) - now, w.peer)
         for w in others
-        if w.peer != worker.peer and w.latency.count and all(w.covers(layer, e) for e in experts)
+        if w.latency.count and all(w.covers(layer, e) for e in experts)
     ]
-    return min(able)[1] if able else LOCAL
+    return min([(local.backlog + pairs * local.per_pair, LOCAL), *able])[1]

@@ -62,10 +62,13 @@ class Policy:
     Attributes:
         queue_limit: requests that may wait for a slot; None derives it from the number of slots.
         hand_set: ``(in flight, rows)`` in place of what the costs suggest, for measurements.
+        ordered: results come in the order of the batches, as in a ring; where they may overtake each other, those
+            with rows of the same request must not.
     """
 
     queue_limit: int | None = None
     hand_set: tuple[int, int] | None = None
+    ordered: bool = True
 
 
 DEFAULT_POLICY = Policy()
@@ -527,14 +530,14 @@ class Scheduler:
                 The state is unchanged.
         """
         oldest = self._in_flight[0].seq if self._in_flight else self._next_seq
-        if 0 <= seq < oldest:
+        flight = next((f for f in self._in_flight if f.seq == seq), None)
+        if 0 <= seq < oldest or (flight is None and 0 <= seq < self._next_seq):
             self._counts["stale_results"] += 1
             return []
-        if seq != oldest or not self._in_flight:
+        if flight is None or (self._policy.ordered and seq != oldest):
             raise WireError(
                 "unexpected", f"result of batch {seq} while batch {oldest} is the next to come back"
             )
-        flight = self._in_flight[0]
         tokens = list(outputs)
         wanted = [run.request for run in flight.runs if run.wants_output]
         if [request for request, _ in tokens] != wanted or any(token < 0 for _, token in tokens):
@@ -543,7 +546,7 @@ class Scheduler:
             )
         if void:
             self._check_void(flight, void)
-        self._in_flight.popleft()
+        self._in_flight.remove(flight)
         self._rows_in_flight -= flight.rows
         if trace and flight.rows:
             self._costs.observe(flight.rows_at, trace, now - flight.sent_at, now)

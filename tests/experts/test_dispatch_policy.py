@@ -81,13 +81,13 @@ def test_shadow_tries_are_few_and_end_with_the_grace() -> None:
     new = worker(attached=NOW - 1)
     for _ in range(SHADOW_TRIES):
         assert decide(Snapshot(BUSY, (new,)), NOW).shadows == ("w",)
-        new = sent(new, 4, shadow=True)
+        new = sent(new, 1, 4, NOW, shadow=True)
     assert decide(Snapshot(BUSY, (new,)), NOW).shadows == ()
     assert decide(Snapshot(BUSY, (worker(attached=NOW - 16),)), NOW).shadows == ()
 
 
 def test_a_success_makes_it_proven_and_under_load_it_shares_the_rows() -> None:
-    new = served(sent(worker(attached=NOW - 1), 4, shadow=True), 4, 0.02, 0.01, NOW, loaded=True)
+    new = served(sent(worker(attached=NOW - 1), 1, 4, NOW - 0.02, shadow=True), 1, 0.01, NOW, loaded=True)
     assert new.proven and new.outstanding == 0
     decision = decide(Snapshot(BUSY, (new,)), NOW)
     assert decision.mode == "load" and decision.workers == ("w",) and decision.shadows == ()
@@ -120,7 +120,7 @@ def test_when_the_load_ends_who_is_serving_goes_on_for_the_ttl_and_then_all_is_l
     assert decide(Snapshot(CALM, (w,)), NOW + 5).mode == "cooling"
     # answers in the calm do not prolong it
     for second in range(1, 20):
-        w = served(sent(w, 1), 1, 0.01, 0.001, NOW + second, loaded=False)
+        w = served(sent(w, second, 1, NOW + second - 0.01), second, 0.001, NOW + second, loaded=False)
         assert decide(Snapshot(replace(CALM, at=NOW + second), (w,)), NOW + second).workers == ("w",)
     assert decide(Snapshot(replace(CALM, at=NOW + 21), (w,)), NOW + 21).mode == "local"
 
@@ -144,15 +144,15 @@ def test_expired_coverage_ends_dispatch_and_all_that_was_known() -> None:
 
 def test_one_failure_takes_a_worker_out_and_a_trial_that_nobody_waits_for_brings_it_back() -> None:
     w = worker(last=NOW - 1)
-    w = failed(sent(w, 8), 8, NOW)
+    w = failed(sent(w, 1, 8, NOW - 1), 1, NOW)
     assert w.outstanding == 0
     assert decide(Snapshot(BUSY, (w,)), NOW).workers == ()
     assert decide(Snapshot(BUSY, (w,)), NOW + 0.9).trials == ()
     decision = decide(Snapshot(BUSY, (w,)), NOW + 1.0)
     assert decision.workers == () and decision.trials == ("w",)
-    trying = sent(w, 2, shadow=True)
+    trying = sent(w, 2, 2, NOW + 1.0, shadow=True)
     assert decide(Snapshot(BUSY, (trying,)), NOW + 1.1).trials == (), "one trial at a time"
-    back = served(trying, 2, 0.02, 0.01, NOW + 1.2, loaded=True)
+    back = served(trying, 2, 0.01, NOW + 1.2, loaded=True)
     assert decide(Snapshot(BUSY, (back,)), NOW + 1.2).workers == ("w",)
 
 
@@ -169,7 +169,7 @@ def test_failures_in_a_row_keep_it_out_for_longer_up_to_a_bound() -> None:
 
 
 def test_a_fresh_worker_whose_shadow_failed_may_try_again_within_its_grace() -> None:
-    w = failed(sent(worker(attached=NOW), 2, shadow=True), 2, NOW + 0.5)
+    w = failed(sent(worker(attached=NOW), 1, 2, NOW, shadow=True), 1, NOW + 0.5)
     assert decide(Snapshot(BUSY, (w,)), NOW + 1.0).shadows == ()
     assert decide(Snapshot(BUSY, (w,)), NOW + 1.5).shadows == ("w",)
 
@@ -179,12 +179,41 @@ def test_the_deadline_comes_from_the_workers_own_history() -> None:
     assert latency.deadline() == FIRST_DEADLINE
     for _ in range(60):
         latency = latency.observe(0.100, 8, 0.02)
-    assert 0.100 < latency.deadline() < 0.130
-    assert latency.hedge_after() < latency.deadline()
-    assert latency.deadline(scale=3.0) > 0.3
+    assert latency.deadline() == MIN_DEADLINE > 0.220
+    assert 0.100 < latency.hedge_after() < 0.130
+    assert latency.deadline(0.3) > 0.6
     for i in range(60):
         latency = latency.observe(0.05 if i % 2 else 0.15, 8, 0.02)
-    assert latency.deadline() > 0.2, "an unsteady one is given more time"
+    assert latency.deadline() > 0.4, "an unsteady one is given more time"
+
+
+def test_a_worker_that_is_late_gets_nothing_new_until_it_has_answered() -> None:
+    w = worker(last=NOW)
+    for number in range(20):
+        at = NOW + number
+        w = served(sent(w, number, 8, at), number, 0.02, at + 0.05, loaded=True)
+    w = sent(w, 99, 8, NOW + 20)
+    assert decide(Snapshot(replace(BUSY, at=NOW + 20), (w,)), NOW + 20.05).workers == ("w",)
+    assert decide(Snapshot(replace(BUSY, at=NOW + 20), (w,)), NOW + 20.2).workers == ()
+    back = served(w, 99, 0.02, NOW + 20.3, loaded=True)
+    assert decide(Snapshot(replace(BUSY, at=NOW + 20), (back,)), NOW + 20.3).workers == ("w",)
+
+
+def test_the_way_and_the_time_of_a_pair_are_told_apart_though_frames_wait_for_each_other() -> None:
+    """40 ms away, 3 ms a pair; frames of 4 and 8 pairs, three of them under way at any time."""
+    w, free, sent_at, answers = worker(last=NOW), NOW, NOW, list[tuple[float, int, float]]()
+    for number in range(60):
+        pairs = 4 + 4 * (number % 2)
+        if len(answers) == 3:
+            at, first, held = answers.pop(0)
+            w, sent_at = served(w, first, held, at, loaded=True), at
+        w = sent(w, number, pairs, sent_at)
+        free = max(free, sent_at + 0.020) + 0.003 * pairs
+        answers.append((free + 0.020, number, 0.003 * pairs))
+        if number > 20:
+            assert w.finish(sent_at) == pytest.approx(free + 0.020, abs=0.004)
+    assert w.latency.row_seconds == pytest.approx(0.003, rel=0.1)
+    assert w.latency.way == pytest.approx(0.040, rel=0.1)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.001, 0.5, 30.0])

@@ -20,7 +20,7 @@ PEER = "12D3KooWCoordinator"
 def worker(
     peer: str, *, attached: bool = True, proven: bool = True, breaker: str = "closed"
 ) -> WorkerFigures:
-    return WorkerFigures(peer, attached, proven, breaker, 0, 0, 1.0, 0, 0, 0)
+    return WorkerFigures(peer, attached, proven, breaker, 0, 0, 1.0, 0.5, 0.1, 0, 0.0, 0, 0)
 
 
 def shown(totals: DispatchTotals) -> dict[str, float]:
@@ -62,7 +62,7 @@ def test_figures_count_workers_by_how_they_stand() -> None:
         DispatchStatistics(
             mode="load", reading=None, routed=9, local_pairs=5, remote_pairs=6, fallbacks=1, hedges=2, shadows=3,
             checks=4, skipped_checks=0, refused_sums=1, frames=30, late=2, caught=(("x", "zeros"),), heat={},
-            refused_maps=0, twice=0, work=(), workers=workers,
+            refused_maps=0, twice=0, work=(), workers=workers, local_s=0.0, check_s=0.0,
         )
     )  # fmt: skip
     assert (figures.attached, figures.proven) == (3, 2)

@@ -52,13 +52,13 @@ def test_targets_and_dispatch_do_not_flap(mean: float, spread: float) -> None:
                 reading = SlotReading(busy(now), 8, 0, now)
             workers = {
                 peer: workers.get(peer)
-                or served(Worker(peer, ((0, 0, 4),), now, 1e9), 1, 0.1, 0.1, now, loaded=False)
+                or served(Worker(peer, ((0, 0, 4),), now, 1e9), 1, 0.1, now, loaded=False)
                 for peer in swarm.serving()
             }
             found = decide(Snapshot(reading, tuple(workers.values())), now)
             modes.append(bool(found.workers))
             for peer in found.workers:
-                workers[peer] = served(workers[peer], 1, 0.1, 0.1, now, loaded=found.mode == "load")
+                workers[peer] = served(workers[peer], 1, 0.1, now, loaded=found.mode == "load")
         targets = sum(isinstance(d, SaturationChanged) for _, d in swarm.log)
         assert targets <= TARGET_CHANGES, (mean, spread, seed, targets)
         flips = sum(a != b for a, b in itertools.pairwise(modes))

@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 
 from kvasir_peer.experts.dispatch_policy import Worker
 from kvasir_peer.experts.sharing import LOCAL, LocalCost, Share, hedge_for, share_rows, throughput
-from kvasir_peer.experts.worker_health import Latency
+from kvasir_peer.experts.worker_health import Frame, Latency
 
 
 def worker(
     peer: str, lo: int = 0, hi: int = 8, *, way: float = 0.0, pair: float = 0.001, outstanding: int = 0
 ) -> Worker:
+    frames = (Frame(1, 0.0, outstanding),) if outstanding else ()
     return Worker(
-        peer, ((3, lo, hi),), 0.0, 1e9, outstanding=outstanding, latency=Latency(way, way / 10, pair, way, 50)
+        peer, ((3, lo, hi),), 0.0, 1e9, frames=frames, latency=Latency(way, way / 10, pair, way, 50)
     )
 
 
@@ -50,12 +51,21 @@ def test_a_slower_one_gets_less_and_a_far_one_too() -> None:
     assert parts["near"] > parts["slow"] and parts["near"] > parts["far"]
 
 
-def test_a_way_that_other_work_covers_costs_nothing() -> None:
-    far = worker("far", way=0.040)
-    open_way = share_rows(3, {0: 20}, [far], LocalCost(0.001))
-    covered = share_rows(3, {0: 20}, [far], LocalCost(0.001), hidden=0.1)
-    assert all(share.peer == LOCAL for share in open_way)
-    assert sum(share.count for share in covered if share.peer == "far") >= 8
+def test_a_way_is_waited_for_while_other_rows_have_their_turn() -> None:
+    """What lies at a far worker already hides the way of what comes after it."""
+    idle, loaded = worker("far", way=0.040), worker("far", way=0.040, outstanding=10)
+    assert idle.finish(0.0, 20) == pytest.approx(0.060)
+    assert loaded.finish(0.0, 20) == pytest.approx(0.070), "not 0.110"
+    alone = share_rows(3, {0: 20}, [idle], LocalCost(0.001))
+    assert all(share.peer == LOCAL for share in alone), "nobody waits longer than for the own experts"
+    behind = share_rows(3, {0: 20}, [idle], LocalCost(0.001, backlog=0.045))
+    assert sum(share.count for share in behind if share.peer == "far") >= 8
+
+
+def test_parts_that_are_quicker_than_a_frame_is_sent_are_not_divided_further() -> None:
+    workers = [worker(name, pair=1e-5) for name in "abcd"]
+    shares = share_rows(3, dict.fromkeys(range(8), 2), workers, LocalCost(1e-5, backlog=1.0))
+    assert len({share.peer for share in shares}) == 1
 
 
 def test_work_that_is_outstanding_counts() -> None:
@@ -84,11 +94,13 @@ def test_throughput_adds_up() -> None:
     assert throughput([worker("a"), worker("b", pair=0.002)], LocalCost(0.001)) == pytest.approx(2500)
 
 
-def test_a_hedge_goes_to_the_least_burdened_replica_else_to_the_local_experts() -> None:
-    late, near, busy = worker("late"), worker("near", way=0.01), worker("busy", way=0.01, outstanding=100)
-    assert hedge_for(late, [late, busy, near], 3, [1, 2]) == "near"
-    assert hedge_for(late, [late, worker("part", 0, 2)], 3, [1, 2]) == LOCAL
-    assert hedge_for(late, [late], 3, [1]) == LOCAL
+def test_a_hedge_goes_to_whoever_should_be_done_first() -> None:
+    near, busy = worker("near", way=0.01), worker("busy", way=0.01, outstanding=100)
+    far = LocalCost(0.001, backlog=1.0)
+    assert hedge_for([busy, near], 3, [1, 2], 4, far) == "near"
+    assert hedge_for([busy, near], 3, [1, 2], 4, LocalCost(0.001)) == LOCAL
+    assert hedge_for([worker("part", 0, 2)], 3, [1, 2], 4, far) == LOCAL
+    assert hedge_for([], 3, [1], 4, far) == LOCAL
 
 
 @given(
