@@ -302,6 +302,7 @@ class Ring:
         link.max_frame = ring.max_request_frame(plan.limits())
         await self.requests.attach(plan, link)
         self._nursery.start_soon(self._keep, plan, link)
+        self._nursery.start_soon(self.requests.send_cancels, link)
 
     async def end(self) -> None:
         """End the ring that there is."""

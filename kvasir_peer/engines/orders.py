@@ -13,10 +13,12 @@ from typing import Literal
 import msgspec
 
 from kvasir_peer.wire.codec import Codec
+from kvasir_peer.wire.membership import MAX_MEMBERSHIP_BYTES
 from kvasir_peer.wire.ring import Output
 
 LENGTH = struct.Struct("<I")
-MAX_ORDER_BYTES = 8 << 20  # a membership at the widest plan, or the notes of a load; the socket is local
+# A membership at the widest plan that passes its check, and what is said with it; the notes of a load take less.
+MAX_ORDER_BYTES = MAX_MEMBERSHIP_BYTES + (64 << 10)
 
 
 class ArenaShape(msgspec.Struct, frozen=True, array_like=True):

@@ -152,7 +152,7 @@ class Coordinator:
     def recover(self) -> None:
         """The engine has loaded the model again: all requests go on from their tokens."""
         self._passes.clear()
-        self.scheduler.on_lost(trio.current_time(), [False])
+        self.scheduler.on_lost(trio.current_time())
 
     def _notify(self) -> None:
         self._wake.set()

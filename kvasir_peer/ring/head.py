@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -40,6 +40,9 @@ IDLE_TICK = 1.0  # seconds between two looks at deadlines and costs when nothing
 class HeadState:
     """What the head knows of its requests, from epoch to epoch.
 
+    What it believes of the stages' KV caches is true only as long as no other head has composed batches since: it
+    must not be used again by a peer that was the head, lost that place, and got it back (:meth:`follows`).
+
     Args:
         plan: the first plan; later ones of the same id come by :meth:`adopt`.
         policy: what is set by hand.
@@ -55,10 +58,20 @@ class HeadState:
         self.costs = self.plan.cost_model()
         self.scheduler = Scheduler(self.plan.widths, self.costs, self.policy)
 
-    def adopt(self, plan: Plan, kept: Sequence[bool], now: float) -> None:
-        """Go on under a new epoch: ``kept`` says for each stage whether its KV cache is still there."""
+    def follows(self, plan: Plan) -> bool:
+        """Whether the plan is the present one, or the next: with one in between, another may have been the head."""
+        present = self.plan
+        return (plan.id, plan.widths, plan.stages[0].peer) == (
+            present.id,
+            present.widths,
+            present.stages[0].peer,
+        ) and present.epoch <= plan.epoch <= present.epoch + 1
+
+    def adopt(self, plan: Plan, now: float) -> None:
+        """Go on under a new epoch, with what its stages have kept of their KV caches."""
         lines = plan.cost_model()
         self.costs.expect(lines.costs.stages, hop_per_row=lines.costs.hop_per_row)
+        kept = plan.kept_from(self.plan)
         self.plan = plan
         replay = self.scheduler.on_lost(now, kept)
         rows = sum(end - first for first, end in replay.values())
@@ -98,32 +111,30 @@ class HeadState:
             message.priority,
             now + message.seconds_left if message.seconds_left > 0 else None,
         )
-        answer = self.scheduler.submit(request, now, self._kept(message))
+        kept = Kept(message.slot, message.computed) if message.computed else None
+        answer = self.scheduler.submit(request, now, kept, begun=message.begun)
         if isinstance(answer, Accepted):
             return []
         retry = answer.retry_after
         reason = "error" if retry is None else "busy"
         return [ring.Ended(message.request, reason, answer.reason, retry or 0.0)]
 
-    def resume(self, named: Container[int], now: float) -> None:
-        """The bridge has named all that is under way: the rest is over."""
+    def resume(self, messages: Sequence[ring.Submit], now: float) -> list[ring.Ended]:
+        """The bridge has named all that is under way, those that have begun first: the rest is over."""
+        ended = [news for message in messages if message.begun for news in self.submit(message, now)]
+        named = {message.request for message in messages}
         for request in self.scheduler.request_ids():
             if request not in named:
                 self.scheduler.cancel(request, now)
+        # Only now: what is over must not take places in the queue from what waits.
+        waiting = [news for message in messages if not message.begun for news in self.submit(message, now)]
+        return ended + waiting
 
     def rewind(self, rewinds: Iterable[Rewind], now: float) -> None:
         """Compute these requests again from the positions on; tokens that were handed out stay."""
         for request, _, position in rewinds:
             known = self._known(request)
-            if known is not None:
-                self.scheduler.rewind(request, min(position, len(known) - 1), now)
-
-    def _kept(self, message: ring.Submit) -> Kept | None:
-        """What the stages hold of a request that another head began."""
-        if not message.computed:
-            return None
-        positions = [0 if s.peer in self.plan.fresh else message.computed for s in self.plan.stages]
-        return Kept(message.slot, positions)
+            self.scheduler.rewind(request, position if known is None else min(position, len(known) - 1), now)
 
     def _known(self, request: int) -> list[int] | None:
         try:
@@ -159,7 +170,7 @@ class HeadEpoch(StageEpoch):
         self._sent: deque[_Sent] = deque()
         self._sequence = 0
         self._previous = GENESIS
-        self._named: set[int] = set()
+        self._under_way: list[ring.Submit] = []  # until the bridge has named all
         self._resumed = trio.Event()
 
     def _tasks(self) -> Sequence[Callable[[], Awaitable[None]]]:
@@ -203,12 +214,18 @@ class HeadEpoch(StageEpoch):
                     )
                 if not 0 <= message.slot < self.limits.slots:
                     raise WireError("slot", f"slot {message.slot} is not in the plan", peer=link.remote_peer)
-                self._named.add(message.request)
-                await self._tell(self.state.submit(message, now))
+                if self._resumed.is_set():
+                    await self._tell(self.state.submit(message, now))
+                elif len(self._under_way) < self.state.scheduler.capacity:
+                    self._under_way.append(message)
+                else:
+                    retry = self.state.scheduler.retry_after()
+                    await self._tell([ring.Ended(message.request, "busy", "too many requests wait", retry)])
             elif isinstance(message, ring.Resumed):
-                self.state.resume(self._named, now)
-                self._named.clear()
+                under_way, self._under_way = self._under_way, []
+                ended = self.state.resume(under_way, now)
                 self._resumed.set()
+                await self._tell(ended)
             elif isinstance(message, ring.Cancel):
                 self.state.scheduler.cancel(message.request, now)
             elif isinstance(message, ring.Ping):

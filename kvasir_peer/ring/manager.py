@@ -143,6 +143,9 @@ class RingManager:
         report: told what happens.
         lag: the bridge's own loop, shown in the status.
         measured: file for what peers and links were measured at; None keeps nothing.
+
+    Raises:
+        PlanError: no ring can be as the settings say.
     """
 
     def __init__(
@@ -163,9 +166,13 @@ class RingManager:
         self._sign = sign
         self._tell = report
         self._lag = lag
+        needs = needs_of(manifest, shape)
+        wishes = Wishes(settings.widths(), stages=settings.stages, dtype=settings.dtype)
+        if settings.stages:
+            planner.check_wishes(needs, wishes)
         self._market = market.MarketState(
-            needs=needs_of(manifest, shape),
-            wishes=Wishes(settings.widths(), stages=settings.stages, dtype=settings.dtype),
+            needs=needs,
+            wishes=wishes,
             bridge=node.peer_id,
             plan_id=secrets.token_hex(8),
             bridge_addresses=leading_to(node.peer_id, node.addresses()),
@@ -195,6 +202,8 @@ class RingManager:
         self._market, decisions = market.apply(self._market, event, trio.current_time())
         for decision in decisions:
             self._carry_out(decision)
+        for peer in self._reports.keys() - self._market.members.keys():
+            self._forget(peer)
         self.requests.waits_for(self.missing())
 
     def _carry_out(self, decision: market.Decision) -> None:
@@ -239,6 +248,12 @@ class RingManager:
             self._apply(market.Thought(name, question, answer))
         self._thinking.discard(name)
 
+    def _forget(self, peer: str) -> None:
+        """Nothing is kept of a peer that is gone: over a bridge's life any number of them come by."""
+        del self._reports[peer]
+        self._link_times.forget(peer)
+        self._wake(peer)
+
     def _wake(self, peer: str) -> None:
         held = self._polls.pop(peer, None)
         if held is not None:
@@ -261,7 +276,7 @@ class RingManager:
         if event.peer in self._reports and self._nursery is not None:
             gone = event.state == "gone"
             if gone:
-                self._link_times.forget(event.peer)
+                self._link_times.forget(event.peer)  # it may come back from somewhere else
             self._apply(market.Disconnected(event.peer) if gone else market.Connected(event.peer))
 
     async def run(self) -> None:
@@ -310,16 +325,21 @@ class RingManager:
         known = peer in self._market.members
         offer = self._measured.completed(peer, report.offer, self._market.needs.model, time.time())
         self._apply(reported(peer, msgspec.structs.replace(report, offer=offer), self._market.needs))
+        if peer not in self._market.members:
+            await trio.sleep(report.wait)  # so that it does not ask again at once
+            return Orders("wait", f"{market.MAX_MEMBERS} peers have volunteered here already")
         if not known:
             self._measure_soon()
         orders = self._news(peer, report)
         if orders is None and report.wait > 0 and not self._links_due(peer):
             self._wake(peer)  # an older poll of the same peer has nothing to wait for any more
             held = self._polls[peer] = trio.Event()
-            with trio.move_on_after(report.wait):
-                await held.wait()
-            if self._polls.get(peer) is held:
-                del self._polls[peer]
+            try:
+                with trio.move_on_after(report.wait):
+                    await held.wait()
+            finally:
+                if self._polls.get(peer) is held:
+                    del self._polls[peer]
             orders = self._news(peer, report)
         return self._with_links(peer, orders or self._standing(peer, report))
 
@@ -379,9 +399,6 @@ class RingManager:
             raise RefusedError(
                 "this ticket is not good here: ask whoever runs the bridge for a new one", peer=peer
             )
-        if len(self._reports) >= 4 * market.MAX_MEMBERS:
-            self._refused += 1
-            raise RefusedError("too many peers have volunteered here", peer=peer)
 
     def _news(self, peer: str, report: Report) -> Orders | None:
         """What the peer does not know or do yet, or None."""
@@ -460,6 +477,7 @@ class RingManager:
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ping)
+            nursery.start_soon(self.requests.send_cancels, link)
             await self._take_answers(plan, link)
             nursery.cancel_scope.cancel()
 
@@ -477,6 +495,7 @@ class RingManager:
         reason = "no answer"
         with trio.move_on_after(OPEN_SECONDS):
             while self._current(plan):
+                link: Link | None = None
                 try:
                     link = await self._node.open_link(
                         head, ring.PROTOCOL, max_frame=ring.MAX_OPENING_FRAME, addresses=plan.addresses(head)
@@ -485,11 +504,14 @@ class RingManager:
                     answer, _ = ring.OPENING.decode(await link.receive())
                     if isinstance(answer, ring.Welcome):
                         link.max_frame = ring.max_request_frame(plan.limits())
-                        return link
+                        welcomed, link = link, None
+                        return welcomed
                     reason = getattr(answer, "reason", "no welcome")
-                    link.close()
                 except (LinkError, WireError, UsageError) as error:
                     reason = str(error)
+                finally:
+                    if link is not None:
+                        link.close()
                 await trio.sleep(RETRY_SECONDS)
         raise LinkError(reason, peer=head)
 
@@ -497,10 +519,12 @@ class RingManager:
         """The tail or the head opens its tokens link."""
         with trio.move_on_after(HELLO_SECONDS) as scope:
             hello, _ = ring.OPENING.decode(await link.receive())
-        if isinstance(hello, ring.Hello) and hello.purpose == "probe" and self.admitted(link.remote_peer):
+        if scope.cancelled_caught or not isinstance(hello, ring.Hello):
+            raise WireError("unexpected", "a ring link must begin with a hello", peer=link.remote_peer)
+        if hello.purpose == "probe" and self.admitted(link.remote_peer):
             await link_probe.answer(link)
             return
-        if scope.cancelled_caught or not isinstance(hello, ring.Hello) or hello.purpose != "tokens":
+        if hello.purpose != "tokens":
             raise WireError("unexpected", "a bridge takes tokens links", peer=link.remote_peer)
         plan = self._plan
         if plan is None or not self._current(plan) or (hello.plan, hello.epoch) != (plan.id, plan.epoch):

@@ -32,6 +32,8 @@ MAX_ID = 128
 # What a signed plan takes at most; checked before anything is decoded.
 MAX_PLAN_BYTES = 4096 + MAX_STAGES * (256 + MAX_ADDRESSES * (MAX_ADDRESS + 8))
 
+KvPlace = tuple[str, int, int]  # peer id, layers [first, end)
+
 _DOMAIN = b"kvasir ring plan 1\0"
 
 ONE_STAGE = (
@@ -62,6 +64,11 @@ class PlanStage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     def layers(self) -> int:
         return self.end - self.first
 
+    @property
+    def place(self) -> KvPlace:
+        """Who holds which layers: a KV cache belongs to that."""
+        return self.peer, self.first, self.end
+
 
 class Plan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The declared shape of a ring.
@@ -76,7 +83,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         widths: bounds of everything that crosses.
         dtype: of boundaries; see :data:`kvasir_peer.wire.tensors.DTYPES`.
         created: seconds since 1970 on the bridge's clock, for people.
-        fresh: peers that have the same layers as in the epoch before, and yet have lost their KV cache.
+        fresh: peers whose KV cache is not known to be there: they are new at their layers, or have lost it.
         bridge_addresses: multiaddresses at which head and tail reach the bridge.
         hop_seconds: expected one-way time of an empty frame between neighbours, on average.
         link_rate: expected bytes per second of the slowest link; 0 where it is not known.
@@ -227,14 +234,17 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
             transit=Line(self.hop_seconds * n, per_row * n),
         )
 
-    def kept_from(self, before: Plan) -> list[bool]:
-        """For each stage, whether it still has the KV cache that it had under ``before``."""
-        places = {(stage.peer, stage.first, stage.end) for stage in before.stages}
-        same = before.id == self.id and before.widths == self.widths
-        return [
-            same and (stage.peer, stage.first, stage.end) in places and stage.peer not in self.fresh
-            for stage in self.stages
-        ]
+    def kept_from(self, before: Plan) -> list[int | None]:
+        """For each stage that still has the KV cache that it had under ``before``, its index there; else None."""
+        if before.id != self.id or before.widths != self.widths:
+            return [None] * len(self.stages)
+        indices = {stage.place: index for index, stage in enumerate(before.stages)}
+        return [None if stage.peer in self.fresh else indices.get(stage.place) for stage in self.stages]
+
+    @property
+    def kept(self) -> frozenset[KvPlace]:
+        """Places that have kept their KV cache since they served last."""
+        return frozenset(stage.place for stage in self.stages if stage.peer not in self.fresh)
 
 
 class _Signed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -25,7 +25,7 @@ from kvasir_peer.wire.sampling import Sampling
 
 if TYPE_CHECKING:
     from kvasir_peer.net.link import Link
-    from kvasir_peer.ring.plan import Plan
+    from kvasir_peer.ring.plan import KvPlace, Plan
     from kvasir_peer.wire.codec import Codec
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 MAX_UNPAIRED_DIGESTS = (
     1024  # batches whose head's or tail's word is still missing; far over what is in flight
 )
+DEADLINE_GRACE = 2.0  # seconds after a deadline until the bridge ends an answer that no head has ended
+PAST_DEADLINE = "the deadline passed before the answer was complete"
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,9 @@ class _Active:
     deadline: float
     tokens: list[int] = field(default_factory=list)
     slot: int = 0
-    computed: int = 0  # positions that every stage has computed into the slot
+    computed: int = 0  # positions that had been computed into the slot when the last token came
     sound: int = 1 << 62  # of which, in this epoch, no more than these are known to be right
+    held_by: frozenset[KvPlace] = frozenset()  # who has kept them since
     suspect: tuple[int, int] = (0, 0)  # positions of tokens that were counted as suspect
     ready: list[Token] = field(default_factory=list)
     news: trio.Event = field(default_factory=trio.Event)
@@ -84,7 +87,12 @@ class _Active:
         self.news.set()
         self.news = trio.Event()
 
-    def submit(self, now: float) -> ring.Submit:
+    def caches(self, plan: Plan) -> tuple[int, ...]:
+        """Positions that each stage of a plan holds; empty where none does."""
+        held = tuple(self.computed if stage.place in self.held_by else 0 for stage in plan.stages)
+        return held if any(held) else ()
+
+    def submit(self, plan: Plan, now: float) -> ring.Submit:
         left = 0.0 if math.isinf(self.deadline) else max(0.001, self.deadline - now)
         return ring.Submit(
             self.id,
@@ -95,7 +103,7 @@ class _Active:
             self.priority,
             left,
             self.slot,
-            self.computed,
+            self.caches(plan),
         )
 
 
@@ -111,8 +119,11 @@ class RingRequests:
         self._attaching: Link | None = None
         self._codec: Codec | None = None
         self._why_not = "no ring has been planned yet"
-        self._digests: dict[int, tuple[str, bytes]] = {}  # of one epoch, by sequence
-        self._digests_of = ("", 0)
+        self._places: frozenset[KvPlace] = frozenset()  # of the plan
+        self._slots: dict[int, int] = {}  # slot: the request whose token came from it last
+        self._gone: set[int] = set()  # cancelled requests of which the head has not been told yet
+        self._somebody_went = trio.Event()
+        self._digests: dict[int, tuple[str, bytes]] = {}  # of the plan's epoch, by sequence
         self._submitted = self._finished = self._cancelled = self._failed = 0
         self._tokens = self._mismatches = self._resubmitted = 0
         self._rewound = self._suspect_tokens = 0
@@ -122,6 +133,8 @@ class RingRequests:
     async def attach(self, plan: Plan, link: Link) -> None:
         """A ring serves: submit what is going on, and only then let others in.
 
+        Whoever keeps the link runs :meth:`send_cancels` beside it.
+
         Args:
             plan: of the epoch.
             link: a welcomed ``requests`` link to its head.
@@ -129,22 +142,39 @@ class RingRequests:
         Raises:
             LinkError: the link, or the epoch, has ended meanwhile.
         """
-        self._attaching, codec = link, ring.codec(plan.limits())
-        # Those that have begun first: they get their slots back before anybody else is given one.
+        self._attaching, self._codec = link, ring.codec(plan.limits())
+        self._plan, self._places = plan, frozenset(stage.place for stage in plan.stages)
+        self._digests.clear()  # what was under way when the last epoch broke is never answered
+        for active in self._active.values():
+            active.held_by &= plan.kept
+        # Those whose caches are there first: they get their slots back before anybody else is given one.
         going_on = [a for a in self._active.values() if not a.done and a.error is None]
-        going_on.sort(key=lambda a: (not a.computed, a.id))
+        going_on.sort(key=lambda a: (not a.caches(plan), a.id))
         for active in going_on:
             if active.id in self._active:
                 self._resubmitted += 1
                 active.sound = 1 << 62  # the head makes again what is not, and only then tokens come
-                await link.send(codec.encode(active.submit(trio.current_time())), Priority.CONTROL)
-        await link.send(codec.encode(ring.Resumed()), Priority.CONTROL)
-        for active in going_on:
-            if active.id not in self._active:  # its client has gone in between
-                await link.send(codec.encode(ring.Cancel(active.id)), Priority.CONTROL)
+                message = active.submit(plan, trio.current_time())
+                await link.send(self._codec.encode(message), Priority.CONTROL)
+        await link.send(self._codec.encode(ring.Resumed()), Priority.CONTROL)
         if self._attaching is not link:
             raise LinkError("the epoch ended while requests were submitted", peer=link.remote_peer)
-        self._plan, self._link, self._codec, self._attaching = plan, link, codec, None
+        # From here on whoever goes says so; those who went in between are told of here.
+        self._gone = {active.id for active in going_on if active.id not in self._active}
+        self._link, self._attaching = link, None
+
+    async def send_cancels(self, link: Link) -> None:
+        """Tell the head of those who have gone, for as long as a link lives that was attached."""
+        codec = self._codec
+        assert codec is not None
+        try:
+            while self._link is link:
+                while self._link is link and self._gone:
+                    await link.send(codec.encode(ring.Cancel(self._gone.pop())), Priority.CONTROL)
+                self._somebody_went = trio.Event()
+                await self._somebody_went.wait()
+        except LinkError as error:
+            logger.info("the link to the head is lost: %s", error)
 
     def detach(self, why: str) -> None:
         """The ring does not serve; ``why`` names what is missing."""
@@ -152,6 +182,8 @@ class RingRequests:
             if link is not None:
                 link.close()
         self._link, self._attaching, self._why_not = None, None, why
+        self._gone.clear()  # the next head hears only of those that go on
+        self._somebody_went.set()
         for active in self._active.values():
             active.wake()
 
@@ -184,14 +216,20 @@ class RingRequests:
     # -- what the ring says ---------------------------------------------------------------------------------
 
     def composed(self, message: ring.Composed) -> None:
-        """The head's word on a batch."""
+        """The head's word on a batch.
+
+        Raises:
+            WireError: code ``epoch`` for another one than the present; ``membership`` or ``sequence`` where it does not
+                fit the tail's.
+        """
         self._pair("head", (message.plan, message.epoch), message.sequence, message.digest)
 
     def result(self, message: ring.Result) -> None:
         """The tail's tokens of a batch.
 
         Raises:
-            WireError: code ``membership`` where head and tail disagree; none of the tokens is taken.
+            WireError: code ``epoch`` for another one than the present, ``membership`` where head and tail disagree;
+                none of the tokens is taken.
         """
         self._pair("tail", (message.plan, message.epoch), message.sequence, message.digest)
         for output in message.outputs:
@@ -206,7 +244,7 @@ class RingRequests:
                     "position", f"request {output.request}: token {place} came before {len(active.tokens)}"
                 )
             active.tokens.append(output.token)
-            active.slot, active.computed = output.slot, min(output.position + 1, active.sound)
+            self._note_cache(active, output)
             final = ""
             if output.token in active.stop_tokens:
                 final = "stop"
@@ -251,15 +289,24 @@ class RingRequests:
         if message.reason == "busy":
             active.error = BusyError(text, retry_after=message.retry_after or 2.0)
         elif message.reason == "deadline":
-            active.error = NotReadyError("the deadline passed before the answer was complete")
+            active.error = NotReadyError(PAST_DEADLINE)
         else:
             active.error = EngineError(f"the ring ended the request: {text}")
         active.wake()
 
+    def _note_cache(self, active: _Active, output: ring.Output) -> None:
+        """All stages have the request's positions now, and nobody else's who was in that slot before."""
+        active.slot, active.computed = output.slot, min(output.position + 1, active.sound)
+        active.held_by = self._places
+        before = self._active.get(self._slots.get(output.slot, -1))
+        if before is not None and before is not active and before.slot == output.slot:
+            before.held_by = frozenset()
+        self._slots[output.slot] = active.id
+
     def _pair(self, who: str, epoch: tuple[str, int], sequence: int, digest: bytes) -> None:
-        if epoch != self._digests_of:
-            self._digests.clear()  # what was under way when the last epoch broke is never answered
-            self._digests_of = epoch
+        plan = self._plan
+        if plan is None or epoch != (plan.id, plan.epoch):
+            raise WireError("epoch", f"the {who} speaks of epoch {epoch[1]}, which is not the present one")
         other = self._digests.pop(sequence, None)
         if other is None:
             self._digests[sequence] = (who, digest)
@@ -299,7 +346,7 @@ class RingRequests:
         self._active[active.id] = active
         self._submitted += 1
         try:
-            await self._send(active.submit(trio.current_time()))
+            await self._submit(active)
             yield self._tokens_of(active)
         finally:
             self._active.pop(active.id, None)
@@ -309,8 +356,9 @@ class RingRequests:
                 self._failed += 1
             else:
                 self._cancelled += 1
-                with trio.move_on_after(1, shield=True):
-                    await self._send(ring.Cancel(active.id))
+            if not active.done and self._link is not None:
+                self._gone.add(active.id)
+                self._somebody_went.set()
 
     async def _tokens_of(self, active: _Active) -> AsyncIterator[Token]:
         paused_since: float | None = None
@@ -322,6 +370,9 @@ class RingRequests:
                 if token.final:
                     return
             if active.error is not None:
+                raise active.error
+            if trio.current_time() > active.deadline + DEADLINE_GRACE:
+                active.error = NotReadyError(PAST_DEADLINE)
                 raise active.error
             news = active.news
             with trio.move_on_after(PAUSE_COMMENT_SECONDS):
@@ -339,13 +390,13 @@ class RingRequests:
             if not active.ready:
                 yield Token(-1, remark=self._why_not)
 
-    async def _send(self, message: ring.Submit | ring.Cancel) -> None:
-        if self._link is None or self._codec is None:
-            return  # a submit goes out when the ring is attached again; a cancelled request is simply not among them
+    async def _submit(self, active: _Active) -> None:
+        assert self._link is not None and self._codec is not None and self._plan is not None
+        message = self._codec.encode(active.submit(self._plan, trio.current_time()))
         try:
-            await self._link.send(self._codec.encode(message), Priority.CONTROL)
+            await self._link.send(message, Priority.CONTROL)
         except LinkError as error:
-            logger.info("the link to the head is lost: %s", error)
+            logger.info("the link to the head is lost, the request goes out with the next: %s", error)
 
     def statistics(self) -> RequestStatistics:
         """A snapshot."""

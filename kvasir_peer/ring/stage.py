@@ -184,6 +184,7 @@ class StageEpoch:
         self._reason: RingBroken | None = None
         self._accepted: dict[str, Link] = {}
         self._incoming: list[trio.CancelScope] = []
+        self._over = False
         self._longest_pass = 0.0
         # Only stages before this one send their taints through it; the head hears of all of them from the tail.
         self._taints = TaintLog(self.plan, self.verify, None if self.head else self.index)
@@ -209,6 +210,7 @@ class StageEpoch:
                 await self._broken.wait()
                 nursery.cancel_scope.cancel()
         finally:
+            self._over = True
             for scope in self._incoming:
                 scope.cancel()
             with trio.move_on_after(1, shield=True):
@@ -340,6 +342,8 @@ class StageEpoch:
         """
         if (hello.plan, hello.epoch) != (self.plan.id, self.plan.epoch):
             await refuse(link, "epoch", f"epoch {hello.epoch} is not served here, {self.plan.epoch} is")
+        if self._over:
+            await refuse(link, "epoch", f"epoch {hello.epoch} is over here")
         if self.expected(hello.purpose) != link.remote_peer:
             await refuse(
                 link, "stranger", f"{link.remote_peer} may not open a {hello.purpose} link to this stage"

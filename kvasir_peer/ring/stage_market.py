@@ -506,11 +506,16 @@ class _Market:
         plan = state.plan
         if plan is None or (event.plan, event.epoch) != (plan.id, plan.epoch):
             return
-        if plan.index_of(event.peer) is None:
+        index = plan.index_of(event.peer)
+        if index is None:
             return
         # A serving stage fills its cache, whatever it had when it was loaded.
         if not event.kept and (event.state == "broken" or state.phase == "preparing"):
-            state.cached = frozenset(c for c in state.cached if c[0] != event.peer)
+            # With its slice loaded it means that the head believed what is not so, of this cache and maybe of others:
+            # all is computed again once, where one stage after the other would break an epoch of its own.
+            stage = plan.stages[index]
+            mistaken = event.state == "broken" and event.offer.loaded == (stage.first, stage.end)
+            state.cached = frozenset(c for c in state.cached if not mistaken and c[0] != event.peer)
         if event.state == "broken" and not known.at(plan, "broken"):
             if not event.lost and state.phase in ("preparing", "starting"):
                 failures = tuple(t for t in known.failures if self.now - t < FAILURE_MEMORY)

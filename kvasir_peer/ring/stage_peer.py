@@ -393,7 +393,8 @@ class StagePeer:
         if self._loaded != wanted:
             self._kept = False
         assert self._nursery is not None
-        self._nursery.start_soon(self._get_ready, wanted, plan, sources)
+        self._preparation = trio.CancelScope()
+        self._nursery.start_soon(self._get_ready, self._preparation, wanted, plan, sources)
 
     def _stop_serving(self) -> None:
         if self._work is not None:
@@ -417,11 +418,14 @@ class StagePeer:
     # -- getting a slice ready ------------------------------------------------------------------------------
 
     async def _get_ready(
-        self, wanted: _Prepared, plan: Plan, sources: tuple[volunteering.Source, ...]
+        self,
+        scope: trio.CancelScope,
+        wanted: _Prepared,
+        plan: Plan,
+        sources: tuple[volunteering.Source, ...],
     ) -> None:
         label = layers_text((wanted.first, wanted.end))
-        with trio.CancelScope() as scope:
-            self._preparation = scope
+        with scope:
             try:
                 text = f"{label}, loaded already"
                 if self._loaded != wanted:
@@ -569,27 +573,33 @@ class StagePeer:
         self._epoch_changed = trio.Event()
         self._set("serving", f"serving stage {index + 1} of {len(plan.stages)}, epoch {plan.epoch}")
         assert self._nursery is not None
-        self._nursery.start_soon(self._serve_epoch, epoch)
+        # Here, not in the task: orders that come before it runs must find something to cancel.
+        self._work = trio.CancelScope()
+        self._nursery.start_soon(self._serve_epoch, epoch, self._work)
 
     def _head_of(self, plan: Plan) -> HeadState:
         state = self._head_state
-        if state is None or state.plan.id != plan.id or state.plan.widths != plan.widths:
+        if state is None or not state.follows(plan):
             state = HeadState(plan)
         elif state.plan.epoch != plan.epoch:
-            state.adopt(plan, plan.kept_from(state.plan), trio.current_time())
+            state.adopt(plan, trio.current_time())
         self._head_state = state
         return state
 
-    async def _serve_epoch(self, epoch: StageEpoch) -> None:
-        with trio.CancelScope() as self._work:
+    async def _serve_epoch(self, epoch: StageEpoch, scope: trio.CancelScope) -> None:
+        broken: RingBroken | None = None
+        with scope:
             try:
                 await epoch.run()
             except RingBroken as error:
-                self._reason, self._lost = str(error), error.peer or ""
-                self._kept = self._kept and not error.cache_lost
+                broken = error
         if self._epoch is epoch:
             self._epoch = None
+        if broken is not None and broken.cache_lost:
+            self._kept = False
         if self._plan is epoch.plan and self._state == "serving":
+            if broken is not None:
+                self._reason, self._lost = str(broken), broken.peer or ""
             self._kept = self._kept and self._loaded is not None
             self._set("broken", self._reason or "the epoch was stopped")
             self._urgent()

@@ -127,6 +127,7 @@ class SchedulerStatistics:
 class _Queued:
     request: Request
     arrived: float
+    begun: bool = False
     kept: Kept | None = None
 
 
@@ -197,6 +198,11 @@ class _InFlight:
     released: tuple[tuple[int, int], ...]
 
 
+def _moved(held: Sequence[int], kept: Sequence[int | None]) -> list[int]:
+    """Positions that each stage of a plan holds, of those that the stages of the former one have held."""
+    return [0 if index is None or index >= len(held) else held[index] for index in kept]
+
+
 class Scheduler:
     """Continuous batching over the slots of a ring.
 
@@ -230,18 +236,23 @@ class Scheduler:
 
     # --- what is asked ------------------------------------------------------------------------------------
 
-    def submit(self, request: Request, now: float, kept: Kept | None = None) -> Accepted | Refused:
+    def submit(
+        self, request: Request, now: float, kept: Kept | None = None, *, begun: bool = False
+    ) -> Accepted | Refused:
         """Take a request, or say why not.
 
         Args:
-            kept: what the stages hold of its prompt already; it is used where the request gets that slot.
+            kept: what the stages hold of its prompt already; it is used where the request gets that slot, and nobody
+                else has had it meanwhile.
+            begun: its reader has tokens already, made elsewhere. It goes before all that have not begun, and is not
+                turned away because many wait.
         """
-        refusal = self._refusal(request, now)
+        refusal = self._refusal(request, now, begun)
         if refusal is not None:
             self._counts["refused"] += 1
             return refusal
         self._counts["accepted"] += 1
-        self._queue.append(_Queued(request, now, kept))
+        self._queue.append(_Queued(request, now, begun, kept))
         self._admit(now)
         return Accepted(waiting=0 if request.id in self._live else len(self._queue) - 1)
 
@@ -269,10 +280,15 @@ class Scheduler:
                 text is only computed again, and no token is emitted twice.
 
         Returns:
-            False when the request holds no slot (it has ended, or has not begun).
+            False when the request holds no slot (it has ended, or has not begun); what stages have kept of one that
+            waits is void from ``position`` on, too.
         """
         live = self._live.get(request_id)
         if live is None:
+            for queued in self._queue:
+                if queued.request.id == request_id and queued.kept is not None:
+                    held = [min(position, count) for count in queued.kept.positions]
+                    queued.kept = Kept(queued.kept.slot, held)
             return False
         if not 0 <= position <= len(live.tokens):
             raise ValueError(
@@ -298,13 +314,16 @@ class Scheduler:
         live.ready_since = now
 
     def on_lost(
-        self, now: float, kept: Sequence[bool] | None = None, stages: Sequence[Line] | None = None
+        self,
+        now: float,
+        kept: Sequence[int | None] | None = None,
+        stages: Sequence[Line] | None = None,
     ) -> dict[int, tuple[int, int]]:
         """Everything in flight is lost, and stages may have lost their KV caches with it.
 
         Args:
-            kept: for each stage of the plan that holds from now on, whether the same peer has had the same layers
-                in the former plan and still has its cache. None: no cache is left.
+            kept: for each stage of the plan that holds from now on, the index that the same peer with the same layers
+                has had in the former plan, if it still has its cache; else None. None: no cache is left.
             stages: expected costs of the stages of that plan; may be left out when their number is the same,
                 or when the cost model has been told already.
 
@@ -315,7 +334,7 @@ class Scheduler:
         if stages is not None:
             self._costs.expect(stages)
         if kept is None:
-            kept = [False] * self._costs.n_stages
+            kept = [None] * self._costs.n_stages
         if len(kept) != self._costs.n_stages:
             raise ValueError(f"{len(kept)} stages, but costs are expected for {self._costs.n_stages}")
         self._counts["losses"] += 1
@@ -327,11 +346,12 @@ class Scheduler:
         for live in self._live.values():
             computed = max(live.valid)
             newest = len(live.tokens) - 1  # its output is not known, so its row always goes again
-            # With another number of stages places have shifted: what the least of them had, each of them has.
-            known = live.valid if len(live.valid) == len(kept) else [min(live.valid)] * len(kept)
-            self._restart(live, [min(v, newest) if k else 0 for v, k in zip(known, kept, strict=True)], now)
+            self._restart(live, [min(held, newest) for held in _moved(live.valid, kept)], now)
             if live.sent < min(computed, newest):
                 replay[live.request.id] = (live.sent, min(computed, newest))
+        for queued in self._queue:
+            if queued.kept is not None:
+                queued.kept = Kept(queued.kept.slot, _moved(queued.kept.positions, kept))
         return replay
 
     def tick(self, now: float) -> list[Event]:
@@ -348,6 +368,15 @@ class Scheduler:
         deadlines = [q.request.deadline for q in self._queue if q.request.deadline is not None]
         deadlines += [d for live in self._live.values() if (d := live.request.deadline) is not None]
         return min(deadlines, default=None)
+
+    @property
+    def capacity(self) -> int:
+        """Requests that are taken at most, in slots and in the queue.
+
+        Those that have begun had slots, and some may have ended without their last token being heard, so beside the
+        usual queue there is room for twice as many of them as there are slots.
+        """
+        return 3 * self._slots.count + self._queue_limit
 
     @property
     def idle(self) -> bool:
@@ -591,7 +620,7 @@ class Scheduler:
 
     # --- shared -------------------------------------------------------------------------------------------
 
-    def _refusal(self, request: Request, now: float) -> Refused | None:
+    def _refusal(self, request: Request, now: float, begun: bool) -> Refused | None:
         if request.id in self._live or any(q.request.id == request.id for q in self._queue):
             return Refused(f"request {request.id} is already here")
         if not request.prompt:
@@ -606,7 +635,8 @@ class Scheduler:
             )
         if request.deadline is not None and request.deadline <= now:
             return Refused("the deadline has passed")
-        if not self._slots.can_acquire() and len(self._queue) >= self._queue_limit:
+        limit = self.capacity - self._slots.count if begun else self._queue_limit
+        if not self._slots.can_acquire() and len(self._queue) >= limit:
             return Refused(
                 f"all {self._slots.count} slots are taken and {len(self._queue)} requests wait",
                 self.retry_after(),
@@ -622,6 +652,7 @@ class Scheduler:
             place = min(
                 range(len(self._queue)),
                 key=lambda i: (
+                    not self._queue[i].begun,
                     -(self._queue[i].request.priority + int((now - self._queue[i].arrived) / AGING)),
                     self._queue[i].arrived,
                     i,
@@ -629,6 +660,8 @@ class Scheduler:
             )
             queued = self._queue.pop(place)
             kept = queued.kept
+            if kept is not None and self._slots.last(kept.slot) not in (None, queued.request.id):
+                kept = None  # another text has been computed there since
             slot, incarnation = self._slots.acquire(queued.request.id, kept.slot if kept else None)
             valid = [0] * self._costs.n_stages
             if kept is not None and kept.slot == slot and len(kept.positions) == len(valid):

@@ -15,6 +15,7 @@ class SlotTable:
         self._free: deque[int] = deque(range(count))
         self._incarnations = [0] * count
         self._holders: dict[int, int] = {}
+        self._last: list[int | None] = [None] * count
 
     @property
     def count(self) -> int:
@@ -39,7 +40,7 @@ class SlotTable:
         else:
             slot = self._free.popleft()
         assert slot not in self._holders, "a free slot has no holder"
-        self._holders[slot] = request
+        self._holders[slot] = self._last[slot] = request
         return slot, self.renew(slot)
 
     def renew(self, slot: int) -> int:
@@ -53,6 +54,10 @@ class SlotTable:
         assert holder == request, "only its holder gives a slot back"
         self._free.append(slot)
         return slot, self._incarnations[slot]
+
+    def last(self, slot: int) -> int | None:
+        """Request id that was given the slot last, whether it still holds it or not; None before the first."""
+        return self._last[slot]
 
     def holder(self, slot: int) -> int | None:
         """Request id that holds the slot."""

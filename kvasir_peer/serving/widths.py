@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from kvasir_peer.errors import PlanError
+from kvasir_peer.wire.membership import MAX_MEMBERSHIP_BYTES, membership_bytes
 
 # Upper limits of each width, so that a hostile plan cannot ask a stage for absurd memory. They are far over what
 # any real ring uses.
@@ -57,6 +58,13 @@ class Widths(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
             value = getattr(self, name)
             if not low <= value <= high:
                 raise PlanError(f"width {name} is {value}, must be {low} to {high}")
+        size = membership_bytes(self.micro_batch_rows, self.max_requests)
+        if size > MAX_MEMBERSHIP_BYTES:
+            raise PlanError(
+                f"widths micro_batch_rows {self.micro_batch_rows} and max_requests {self.max_requests} allow batches "
+                f"whose list of rows takes {size} bytes, at most {MAX_MEMBERSHIP_BYTES} are carried: take fewer rows "
+                "or requests"
+            )
         if self.batch_rows < self.micro_batch_rows:
             raise PlanError(
                 f"width batch_rows is {self.batch_rows}, under micro_batch_rows {self.micro_batch_rows}: "

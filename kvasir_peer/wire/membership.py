@@ -50,6 +50,9 @@ _FLAGS = FLAG_DECODE | FLAG_OUTPUT
 MAX_SAMPLING_BYTES = 14 * MAX_LOGIT_BIAS + 160
 # Up to so many rows are looked at one by one: two microseconds each, where looking at all at once takes two hundred.
 FEW_ROWS = 64
+# Most bytes of any membership. It crosses every hop and every agent's socket to its engine as one message, so widths
+# that would make a larger one are refused with the plan: some 1,900 requests with 300 biases each in one micro-batch.
+MAX_MEMBERSHIP_BYTES = 8 << 20
 GENESIS = bytes(32)  # the digest before the first batch of an epoch
 
 _COUNT = struct.Struct("<I")
@@ -71,9 +74,20 @@ class Limits:
     stages: int
 
     @property
+    def outputs(self) -> int:
+        """Most rows of a batch that want an output: one of each request that it holds rows of."""
+        return min(self.rows, self.slots)
+
+    @property
     def bytes(self) -> int:
-        """Most bytes of an encoded membership: each row is counted once, with its sampling parameters."""
-        return _COUNT.size + self.rows * (ROW.itemsize + MAX_SAMPLING_BYTES) + 5
+        """Most bytes of an encoded membership."""
+        return membership_bytes(self.rows, self.slots)
+
+
+def membership_bytes(rows: int, slots: int) -> int:
+    """Most bytes of the membership of so many rows of so many requests: each row is counted once, and the largest
+    sampling parameters for each row that wants an output."""
+    return _COUNT.size + rows * ROW.itemsize + min(rows, slots) * MAX_SAMPLING_BYTES + 5
 
 
 @dataclass(frozen=True)
@@ -129,6 +143,8 @@ def decode_membership(data: Buffer, limits: Limits) -> Membership:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError("malformed", f"sampling parameters: {error}") from None
     wanted = _check_few(rows.tolist(), limits) if count <= FEW_ROWS else _check_rows(rows, limits)
+    if wanted > limits.outputs:
+        raise WireError("membership", f"{wanted} rows want an output, the plan allows {limits.outputs}")
     if len(samplings) != wanted:
         raise WireError(
             "membership", f"{len(samplings)} sampling parameters for {wanted} rows that want an output"

@@ -187,8 +187,14 @@ class Submit(msgspec.Struct, frozen=True, array_like=True):
     seconds_left: float = 0.0
     """Time left until the deadline; 0 means none."""
     slot: int = 0
-    computed: int = 0
-    """Positions whose KV entries lie in ``slot`` at every stage that has kept its cache, for a head that is new."""
+    computed: tuple[int, ...] = ()
+    """Positions whose KV entries lie in ``slot``, for each stage of the plan; empty where none do. A head that does not
+    know the request goes by it."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether tokens have been made already."""
+        return len(self.tokens) > self.sampling.prompt_length
 
 
 class Resumed(msgspec.Struct, frozen=True, array_like=True):
@@ -267,7 +273,12 @@ def check_message(limits: Limits, message: Any) -> None:
             check_number("priority", message.priority, -_U32, _U32)
             check_number("seconds_left", message.seconds_left, 0, MAX_TIME)
             _slot(limits, message.slot)
-            check_number("computed", message.computed, 0, len(message.tokens))
+            if message.computed and len(message.computed) != limits.stages:
+                raise WireError(
+                    "value", f"{len(message.computed)} caches, the plan has {limits.stages} stages"
+                )
+            for held in message.computed:
+                check_number("computed", held, 0, len(message.tokens))
             check_number("stop tokens", len(message.stop_tokens), 0, MAX_SUBMIT_STOP_TOKENS)
         case Ended():
             check_number("retry_after", message.retry_after, 0, MAX_TIME)

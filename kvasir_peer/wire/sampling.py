@@ -14,6 +14,7 @@ from kvasir_peer.errors import WireError
 
 MAX_LOGIT_BIAS = 300  # entries; what OpenAI's API accepts
 MAX_TOP_LOGPROBS = 20  # what OpenAI's API accepts
+MAX_TOKEN_ID = (1 << 32) - 1  # what the wire has room for
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -76,6 +77,8 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True)
             raise WireError(
                 "sampling", f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_LOGIT_BIAS}"
             )
+        if self.logit_bias and not 0 <= min(self.logit_bias) <= max(self.logit_bias) <= MAX_TOKEN_ID:
+            raise WireError("sampling", "logit_bias names a token that no vocabulary has")
         if not all(math.isfinite(v) for v in self.logit_bias.values()):
             raise WireError("sampling", "logit_bias has a value that is not finite")
 

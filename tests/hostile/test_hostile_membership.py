@@ -18,6 +18,7 @@ import trio.testing
 from kvasir_peer import identity
 from kvasir_peer.errors import LinkError, WireError
 from kvasir_peer.net.link import Link
+from kvasir_peer.net.memory import memory_link_pair
 from kvasir_peer.ring.head import HeadEpoch, HeadState
 from kvasir_peer.ring.requests import RingRequests
 from kvasir_peer.ring.stage import RingBroken, StageEpoch
@@ -272,8 +273,16 @@ def results(plan_id: str = "ring") -> ring.Result:
     return ring.Result(plan_id, 1, 0, bytes(32), (output,), (ring.StageTrace(0, 1.0, 0.0, 0.0, 0),) * 2)
 
 
+async def bridge_of(epoch: int = 1, requests: RingRequests | None = None) -> RingRequests:
+    """The bridge's requests, attached to a ring of that epoch."""
+    made = RingRequests() if requests is None else requests
+    plan = msgspec.structs.replace(plan_of([Member(), Member()], [0, 1, 2], WIDTHS), epoch=epoch)
+    await made.attach(plan, memory_link_pair(ring.PROTOCOL)[0])
+    return made
+
+
 async def test_the_bridge_takes_no_token_of_a_batch_on_which_head_and_tail_disagree() -> None:
-    requests = RingRequests()
+    requests = await bridge_of()
     requests.composed(ring.Composed("ring", 1, 0, b"\1" * 32))
     with pytest.raises(WireError, match="different memberships") as caught:
         requests.result(results())
@@ -282,18 +291,37 @@ async def test_the_bridge_takes_no_token_of_a_batch_on_which_head_and_tail_disag
 
 
 async def test_a_head_that_speaks_twice_does_not_stand_in_for_the_tail() -> None:
-    requests = RingRequests()
+    requests = await bridge_of()
     requests.composed(ring.Composed("ring", 1, 0, b"\1" * 32))
     with pytest.raises(WireError, match="a second time"):
         requests.composed(ring.Composed("ring", 1, 0, b"\1" * 32))
 
 
 async def test_the_bridge_does_not_compare_what_different_epochs_said() -> None:
-    requests = RingRequests()
+    requests = await bridge_of()
     requests.composed(ring.Composed("ring", 1, 0, b"\1" * 32))
-    requests.result(msgspec.structs.replace(results(), epoch=2, digest=b"\2" * 32))
-    requests.composed(ring.Composed("ring", 2, 0, b"\2" * 32))
+    for stale in (
+        lambda: requests.result(msgspec.structs.replace(results(), epoch=2, digest=b"\2" * 32)),
+        lambda: requests.composed(ring.Composed("ring", 0, 0, b"\2" * 32)),
+        lambda: requests.result(results("another")),
+    ):
+        with pytest.raises(WireError, match="not the present one") as caught:
+            stale()
+        assert caught.value.code == "epoch"
+    # What was said before stands beside it: the tail of the present epoch is still compared with its head.
+    requests.result(msgspec.structs.replace(results(), digest=b"\1" * 32))
+    requests.composed(ring.Composed("ring", 1, 1, b"\3" * 32))
+    await bridge_of(2, requests)
+    with pytest.raises(WireError, match="not the present one"):
+        requests.result(msgspec.structs.replace(results(), sequence=1, digest=b"\3" * 32))
+    requests.result(msgspec.structs.replace(results(), epoch=2, sequence=1, digest=b"\4" * 32))
+    requests.composed(ring.Composed("ring", 2, 1, b"\4" * 32))
     assert requests.statistics().digest_mismatches == 0
+
+
+async def test_nothing_is_taken_from_a_ring_before_there_is_one() -> None:
+    with pytest.raises(WireError, match="not the present one"):
+        RingRequests().result(results())
 
 
 @pytest.mark.parametrize(

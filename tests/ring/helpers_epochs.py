@@ -24,7 +24,7 @@ from kvasir_peer import identity
 from kvasir_peer.engines.base import F32, LayerStack, MemoryEstimate, Rows, StackSpec
 from kvasir_peer.engines.orders import PassDone
 from kvasir_peer.engines.stage_runner import StageRunner
-from kvasir_peer.errors import BusyError, EngineError, KvasirError, LinkError, NotReadyError, WireError
+from kvasir_peer.errors import BusyError, EngineError, LinkError, NotReadyError, WireError
 from kvasir_peer.net.link import Link
 from kvasir_peer.net.memory import memory_link_pair
 from kvasir_peer.ring.head import HeadEpoch, HeadState
@@ -304,7 +304,8 @@ class MemoryRing:
         self.requests = RingRequests()
         self.plan: Plan | None = None
         self.members: dict[str, Member] = {}
-        self.broke: list[KvasirError] = []
+        self.broke: list[RingBroken] = []
+        self.broken = trio.Event()  # of the present epoch
         self._tokens: dict[str, Link] = {}
         self._changed = trio.Event()
         self.net.handlers[BRIDGE.peer_id] = self._take_tokens
@@ -313,6 +314,8 @@ class MemoryRing:
         """Start an epoch: what a bridge's manager and stage peers do between a plan and a ring that serves."""
         before = self.plan
         self.plan, self._tokens = plan, {}
+        over, self.broken = self.broken, trio.Event()
+        over.set()
         self.members = {member.peer: member for member in members}
         for index, member in enumerate(members):
             stack = member.engine.stack
@@ -330,10 +333,10 @@ class MemoryRing:
         more = {"sign": member.key.sign, "experts": getattr(member.engine, "experts", None)}
         if index == 0:
             state = member.head
-            if state is None:
+            if state is None or not state.follows(plan):
                 state = HeadState(plan)
             elif state.plan.epoch != plan.epoch:
-                state.adopt(plan, plan.kept_from(state.plan), trio.current_time())
+                state.adopt(plan, trio.current_time())
             member.head = state
             epoch: StageEpoch = HeadEpoch(*arguments, state=state, **more)  # type: ignore[arg-type]
         else:
@@ -351,6 +354,7 @@ class MemoryRing:
                 except RingBroken as error:
                     member.broken = error
                     self.broke.append(error)
+                    self.broken.set()
 
         self.net.handlers[member.peer] = handle
         self.nursery.start_soon(run)
@@ -367,6 +371,7 @@ class MemoryRing:
             await self._changed.wait()
         await self.requests.attach(plan, link)
         self.nursery.start_soon(self._keep, plan, link)
+        self.nursery.start_soon(self.requests.send_cancels, link)
 
     async def _keep(self, plan: Plan, link: Link) -> None:
         """Ping the head, or it would take the bridge for silent."""

@@ -6,6 +6,7 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 import trio
 import trio.testing
@@ -13,6 +14,7 @@ from helpers_epochs import VOCAB, IntegerEngine, Member, MemoryRing, memory_ring
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvasir_peer.ring.head import HeadState
 from kvasir_peer.serving.widths import Widths
 
 SOME = settings(
@@ -166,27 +168,46 @@ def test_epochs_that_come_and_go_change_no_token(
             members = [Member(engine=IntegerEngine((0.01, 0.001))) for _ in cuts[1:]]
             borders = list(cuts)
             await ring.begin(members, plan_of(members, borders, widths))
+            changing, heads, mended = trio.Lock(), 0, 0
 
             async def change() -> None:
+                nonlocal heads
                 for after, kind, where in events:
                     await trio.sleep(after)
-                    await ring.end()
-                    place, fresh = where % len(members), []
-                    if kind == "replace":
-                        members[place] = Member(engine=IntegerEngine((0.01, 0.001)))
-                        fresh = [members[place]]
-                    elif kind == "restart":
-                        members[place].engine.stack = None
-                        fresh = [members[place]]
-                    elif kind == "merge" and len(members) > 2:
-                        del members[place]
-                        del borders[place if place else 1]  # the one before takes the layers, or the next
-                        fresh = [m for m in members if not _holds(m, borders, members)]
-                    await trio.sleep(pause)
-                    assert ring.plan is not None
-                    await ring.begin(members, moved(ring.plan, members, borders, fresh))
+                    async with changing:
+                        await ring.end()
+                        place, fresh = where % len(members), []
+                        if kind == "replace":
+                            members[place] = Member(engine=IntegerEngine((0.01, 0.001)))
+                            fresh = [members[place]]
+                        elif kind == "restart":
+                            members[place].engine.stack = None
+                            fresh = [members[place]]
+                        elif kind == "merge" and len(members) > 2:
+                            del members[place]
+                            del borders[place if place else 1]  # the one before takes the layers, or the next
+                            fresh = [m for m in members if not _holds(m, borders, members)]
+                        heads += kind in ("replace", "merge") and place == 0
+                        await trio.sleep(pause)
+                        assert ring.plan is not None
+                        await ring.begin(members, moved(ring.plan, members, borders, fresh))
 
+            async def mend() -> None:
+                """What the bridge does when an epoch breaks by itself: nothing is believed of any cache."""
+                nonlocal mended
+                while True:
+                    await ring.broken.wait()
+                    async with changing:
+                        if ring.broken.is_set():
+                            assert any(error.cache_lost for error in ring.broke), ring.broke
+                            mended += 1
+                            await ring.end()
+                            assert ring.plan is not None
+                            await ring.begin(members, moved(ring.plan, members, borders, members))
+
+            ring.nursery.start_soon(mend)
             await all_of(ring, requests, change)
+            assert mended <= heads, "only a new head may not know what its stages hold"
             await check_that_nothing_is_left(ring, members[0], members)
 
     in_virtual_time(main)
@@ -239,3 +260,81 @@ def test_only_what_the_new_stage_lacks_is_computed_again(place: int) -> None:
             assert known <= again[stage] <= known + in_flight
         else:
             assert 0 <= again[stage] <= in_flight
+
+
+def test_a_head_that_got_its_place_back_does_not_go_by_what_it_once_knew() -> None:
+    """Another was the head in between, and gave the slots to others."""
+    widths = Widths(batch_rows=8, micro_batch_rows=4, max_in_flight=2, max_requests=2, context_length=CONTEXT)
+    members = [Member(), Member(), Member()]
+    first = plan_of(members, [0, 2, 4, LAYERS], widths)
+    state = HeadState(first)
+    following = moved(first, members, [0, 2, 4, LAYERS], [])
+    assert state.follows(first) and state.follows(following)
+    assert not state.follows(moved(following, members, [0, 2, 4, LAYERS], []))
+    other = moved(first, [members[1], members[0], members[2]], [0, 2, 4, LAYERS], [])
+    assert not state.follows(other)
+    wider = msgspec.structs.replace(widths, max_requests=3)
+    assert not state.follows(msgspec.structs.replace(following, widths=wider))
+
+    async def main() -> None:
+        """A goes while another is the head, which gives B and C the slots that A and B have had."""
+        async with memory_ring() as ring:
+            for member in members:
+                member.engine.seconds = (0.01, 0.001)
+            spare = Member(engine=IntegerEngine((0.01, 0.001)))
+            narrow = msgspec.structs.replace(first, widths=Widths(4, 4, 1, 2, CONTEXT))
+            await ring.begin(members, narrow)
+            gone = trio.CancelScope()
+
+            async def a() -> None:
+                with gone:
+                    await ring.ask(range(30), 10)
+
+            async def change() -> None:
+                await trio.sleep(0.45)  # in the middle of two prompts
+                await ring.end()
+                assert ring.requests.statistics().tokens == 0
+                gone.cancel()
+                for head in (spare, members[0]):
+                    head.engine.stack = None
+                    now = [head, *members[1:]]
+                    await ring.begin(now, moved(ring.plan, now, [0, 2, 4, LAYERS], [head]))
+                    await trio.sleep(0.5)
+                    if head is spare:
+                        await ring.end()
+
+            ring.nursery.start_soon(a)
+            texts = [Ask(0.1 * n, tuple(range(n, n + 30)), 10, frozenset(), None) for n in (1, 2)]
+            await all_of(ring, texts, change)
+            assert not any(error.cache_lost for error in ring.broke), ring.broke
+
+    in_virtual_time(main)
+
+
+def test_what_a_replaced_stage_has_not_computed_again_is_not_believed_by_the_next_head() -> None:
+    """A stage loses its cache, and the head is replaced before the stage has computed all of the text again."""
+    widths = Widths(batch_rows=1, micro_batch_rows=1, max_in_flight=1, max_requests=1, context_length=CONTEXT)
+    ask = Ask(0.0, tuple(range(19)), 29, frozenset(), None)
+
+    async def main() -> None:
+        async with memory_ring() as ring:
+            members = [Member(engine=IntegerEngine((0.01, 0.001))) for _ in range(2)]
+            await ring.begin(members, plan_of(members, [0, 2, LAYERS], widths))
+
+            async def change() -> None:
+                await trio.sleep(0.6)
+                await ring.end()
+                known = ring.requests.statistics().tokens
+                members[1].engine.stack = None
+                await ring.begin(members, moved(ring.plan, members, [0, 2, LAYERS], [members[1]]))
+                await trio.sleep(0.3)
+                await ring.end()
+                assert ring.requests.statistics().tokens == known > 0, "the stage has computed all again"
+                members[0] = Member(engine=IntegerEngine((0.01, 0.001)))
+                await ring.begin(members, moved(ring.plan, members, [0, 2, LAYERS], [members[0]]))
+
+            await all_of(ring, [ask], change)
+            assert not any(error.cache_lost for error in ring.broke), ring.broke
+            await check_that_nothing_is_left(ring, members[0], members)
+
+    in_virtual_time(main)

@@ -252,7 +252,7 @@ class Swarm:
         """The head takes the epoch up as the real one does; what it believes of caches must be true."""
         if self.head_view is not None and self.head_view.stages[0].peer == plan.stages[0].peer:
             for stage, kept in zip(plan.stages, plan.kept_from(self.head_view), strict=True):
-                if kept:
+                if kept is not None:
                     place = (stage.peer, stage.first, stage.end)
                     peer = self.peers[stage.peer]
                     assert peer.filled == ((stage.first, stage.end), self.head_generations[place]), (
@@ -526,6 +526,17 @@ def test_an_engine_that_was_restarted_is_named_fresh() -> None:
     swarm.run(6.0)
     assert swarm.places() == before
     assert swarm.serving is not None and swarm.serving.fresh == ("b",)
+
+
+def test_where_the_head_was_mistaken_once_no_cache_is_believed_any_more() -> None:
+    """One epoch for it, not one for each stage whose cache is not what a new head was told."""
+    swarm = ring_of("a", "b", "c")
+    peer = swarm.peers["b"]
+    peer.state, peer.running, peer.kept, peer.dirty = "broken", False, False, True
+    peer.reason = "slot 0 holds 3 positions of request 1, a row of request 2 builds on 5"
+    swarm.run(3.0)
+    assert swarm.serving is not None and swarm.serving.epoch == 2
+    assert set(swarm.serving.fresh) == {"a", "b", "c"}
 
 
 def test_a_cache_that_is_lost_while_the_others_load_is_noticed_before_the_ring_goes() -> None:

@@ -199,7 +199,7 @@ class Ring:
         self.stages[stage] = IntegerStage(stage, self.widths)
         self._queues = [[] for _ in self.costs]
         self._running = [False] * len(self.costs)
-        kept = [i != stage for i in range(len(self.costs))]
+        kept = [None if i == stage else i for i in range(len(self.costs))]
         self.scheduler.on_lost(self.now, kept)
         self.pump()
 

@@ -179,7 +179,7 @@ def test_a_kept_stage_may_move_to_another_place_of_the_plan() -> None:
     known = 30 + len(ring.streams[1].tokens) - 1
     assert len(ring.streams[1].tokens) > 3
     # of stages 0, 1, 2 the second is lost and its layers are split: 0 stays 0, 2 becomes 3
-    replay = ring.scheduler.on_lost(ring.now, [True, False, False, True], [Line(0.01, 0.001)] * 4)
+    replay = ring.scheduler.on_lost(ring.now, [0, None, None, 2], [Line(0.01, 0.001)] * 4)
     assert replay == {1: (0, known)}
     batch = ring.scheduler.next_batch(ring.now)
     assert batch is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +10,7 @@ from simulate import Ring
 
 from kvasir_peer.errors import PlanError, WireError
 from kvasir_peer.serving.costs import CostModel, Line, StageTrace
-from kvasir_peer.serving.requests import Accepted, Emitted, Finished, Refused, Request
+from kvasir_peer.serving.requests import Accepted, Emitted, Finished, Kept, Refused, Request
 from kvasir_peer.serving.scheduler import Policy, Scheduler
 from kvasir_peer.serving.widths import Widths
 
@@ -31,6 +32,56 @@ def test_admission_by_slots_then_a_bounded_queue_then_refusal_with_a_time() -> N
     assert refused.retry_after is not None and refused.retry_after >= 1.0
     assert s.cancel(1, 0.0) == [Finished(1, "cancelled", 0)]
     assert s.submit(Request(4, [1], 4), 0.0) == Accepted(0)
+
+
+def test_who_has_begun_elsewhere_is_never_turned_away_and_goes_first() -> None:
+    """A stream that a client reads already must not end because others wait; there are no more of them than slots."""
+    s = scheduler(queue_limit=1)
+    for number in range(3):
+        s.submit(Request(number, [1], 4), 0.0)
+    assert isinstance(s.submit(Request(10, [1], 4, priority=9), 0.0), Refused)
+    for number in range(20, 24):
+        assert isinstance(s.submit(Request(number, [1, 2], 3), 0.0, begun=True), Accepted)
+    assert s.statistics().live + s.statistics().queued == s.capacity == 7
+    refused = s.submit(Request(30, [1, 2], 3), 0.0, begun=True)
+    assert isinstance(refused, Refused) and refused.retry_after is not None
+    for number in (0, 1):
+        s.cancel(number, 1.0)
+    assert s.tokens_of(20) == s.tokens_of(21) == [1, 2] and s.is_queued(2)
+
+
+def test_what_is_kept_in_a_slot_counts_only_until_somebody_else_was_there() -> None:
+    def first_position(s: Scheduler, request: int) -> int:
+        """Of the request's next row, after everything else has been sent."""
+        while (batch := s.next_batch(0.0)) is not None:
+            for row in batch.rows:
+                if row.request == request:
+                    return row.position
+        raise AssertionError("it has no row to send")
+
+    text, kept = list(range(10)), Kept(1, [8, 6])
+    untouched = scheduler()
+    untouched.submit(Request(7, text, 4), 0.0, kept)
+    assert first_position(untouched, 7) == 6
+    used = scheduler()
+    for number in (1, 2):  # the second gets slot 1, and leaves it again
+        used.submit(Request(number, [1], 4), 0.0)
+    used.cancel(2, 0.0)
+    used.submit(Request(7, text, 4), 0.0, kept)
+    assert first_position(used, 7) == 0
+    waiting = scheduler()
+    for number in (1, 2):
+        waiting.submit(Request(number, [1], 4), 0.0)
+    waiting.submit(Request(7, text, 4), 0.0, kept)
+    waiting.cancel(2, 0.0)
+    assert first_position(waiting, 7) == 0
+    lost = scheduler(msgspec.structs.replace(WIDTHS, max_requests=1))
+    lost.submit(Request(1, [1], 4), 0.0)
+    lost.submit(Request(7, text, 4), 0.0, Kept(0, [8, 6]))
+    lost.on_lost(0.0, [None, 0])  # the first stage of two is new, the second was the first
+    assert lost._queue[0].kept == Kept(0, [0, 8])
+    assert not lost.rewind(7, 5, 0.0)
+    assert lost._queue[0].kept == Kept(0, [0, 5])
 
 
 @pytest.mark.parametrize(

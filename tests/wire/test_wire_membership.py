@@ -1,21 +1,27 @@
 """The membership: what the head composed is what every stage sees, or the batch is refused."""
 
+import itertools
+
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvasir_peer.errors import WireError
-from kvasir_peer.wire import membership
+from kvasir_peer.engines import orders
+from kvasir_peer.errors import PlanError, WireError
+from kvasir_peer.serving.widths import MAX_MICRO_BATCH_ROWS, Widths
+from kvasir_peer.wire import membership, ring
 from kvasir_peer.wire.membership import (
     FLAG_DECODE,
     FLAG_OUTPUT,
     GENESIS,
+    MAX_MEMBERSHIP_BYTES,
     MAX_SAMPLING_BYTES,
     Limits,
     chain_digest,
     compose,
     decode_membership,
+    membership_bytes,
 )
 from kvasir_peer.wire.sampling import MAX_LOGIT_BIAS, Sampling
 
@@ -138,6 +144,37 @@ def test_the_digest_binds_plan_epoch_sequence_and_predecessor() -> None:
         for previous in (GENESIS, b"\1" * 32)
     }
     assert len(digests) == 16
+
+
+def test_the_widest_batch_that_any_plan_allows_fits_its_bounds_up_to_the_engine() -> None:
+    """Every row is of another request and has the largest sampling parameters, and the widths only just pass."""
+    rows = next(n for n in itertools.count(1) if membership_bytes(n + 1, n + 1) > MAX_MEMBERSHIP_BYTES)
+    Widths(rows, rows, 1, rows, 64).check()
+    with pytest.raises(PlanError, match=f"micro_batch_rows {rows + 1} and max_requests {rows + 1} allow"):
+        Widths(rows + 1, rows + 1, 1, rows + 1, 64).check()
+    Widths(MAX_MICRO_BATCH_ROWS, MAX_MICRO_BATCH_ROWS, 1, 1024, 64).check()
+    bias = {2**32 - 1 - i: -99.123456789 for i in range(MAX_LOGIT_BIAS)}
+    worst = Sampling(0.123, 2**31, 0.123, 0.1, 0.9, 1.1, 1.5, 1.5, bias, 2**64 - 1, True, 20, 2**31)
+    limits = Limits(rows, rows, context_length=64, vocab=512, top_logprobs=20, stages=3)
+    data = compose([(2**64 - 1, n, 1, 63, 511, FLAG_OUTPUT, 3) for n in range(rows)], [worst] * rows).encode()
+    assert 0.95 * limits.bytes < len(data) <= limits.bytes
+    assert len(decode_membership(data, limits).samplings) == rows
+    order = orders.pack(orders.Pass(2**62, 2**62, 256, data, 2**40, tuple(range(1024))))
+    message, _ = orders.CODEC.decode(order[orders.LENGTH.size :])
+    assert message.membership == data
+    ring.codec(limits).encode(ring.Batch("p" * 128, 2**32 - 1, 2**64 - 1, data, bytes(32), bytes(64), ()))
+
+
+def test_more_rows_want_an_output_than_there_are_requests() -> None:
+    rows = [(1, 0, 1, position, 1, FLAG_OUTPUT, 3) for position in range(5)]
+    with pytest.raises(WireError, match="5 rows want an output, the plan allows 4"):
+        decode_membership(compose(rows, [Sampling()] * 5).encode(), LIMITS)
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 32, 1 << 62])
+def test_a_bias_for_a_token_that_no_vocabulary_has_is_refused(token: int) -> None:
+    with pytest.raises(WireError, match="no vocabulary"):
+        Sampling(logit_bias={token: 1.0}).check()
 
 
 def test_the_largest_sampling_fits_the_bound_of_a_row() -> None:
