@@ -269,6 +269,10 @@ async def measure(rows: Rows, options: argparse.Namespace) -> None:
         boundaries(rows, STORIES, options.model)
     if wanted("leaks"):
         await leaks(rows, options.count or (200 if options.quick else 2000))
+    if wanted("recovery"):
+        from recovery import recovery  # here: stages are started from this file too, and need none of it
+
+        await recovery(rows, options.quick)
 
 
 def main() -> int:
@@ -276,12 +280,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="about a minute: fewer cases, shorter windows")
+    parser.add_argument("--quick", action="store_true", help="some minutes: fewer cases, shorter windows")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument(
         "--only",
         default="",
-        help="utilisation-a, -b or -c, distance, llama, boundaries, leaks (or a part of it)",
+        help="utilisation-a, -b or -c, distance, llama, boundaries, leaks, recovery (or a part of it)",
     )
     parser.add_argument("--requests", default="", help="of utilisation-b: numbers with commas")
     parser.add_argument("--scale", type=float, default=1.0, help="of the costs in utilisation-c")

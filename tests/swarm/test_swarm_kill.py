@@ -1,75 +1,29 @@
 """Answers outlive the stages that compute them: real processes are killed and stopped while sixteen answers stream.
 
-One swarm goes through all of it, with three stages and a standby for each. The times are printed; what is asserted of
-them leaves room for a machine that is busy with other things.
+One swarm goes through all of it, with three stages and a standby for each. The times and their spread are printed;
+what is asserted of them leaves room for a machine that is busy with other things. Many kills, for a percentile:
+``python bench/ring.py --only recovery``.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import httpx
 import pytest
 import trio
-from streams import MODEL, Streamed, Streams, cases
-from swarm_processes import DATA, Swarm, running_swarm
+from rounds import FLAGS, Rounds
+from streams import MODEL, Streamed, Streams
+from swarm_processes import DATA, running_swarm
 
-STREAMS = 16
 ROOM = 10.0  # seconds on top of what is promised, for a machine on which each process waits for its turn
-FLAGS = ("--boundary", "f32", "--context-length", "256", "--max-requests", str(STREAMS))
-
-
-Act = Callable[[list[str]], None]
-Then = Callable[[Streams], Awaitable[None]]
-
-
-class Rounds:
-    """Rounds of one swarm: in each, something happens to a stage in the middle of sixteen answers."""
-
-    def __init__(self, swarm: Swarm) -> None:
-        self.swarm = swarm
-        self.asked = cases(STREAMS)
-        self.table: list[str] = []
-        self.peers: dict[str, str] = {}
-
-    def names(self) -> list[str]:
-        """Names of the stages' processes, head first."""
-        stages = self.swarm.status()["stages"]
-        return [self.swarm.name_of(stage["peer"]) for stage in stages]
-
-    async def play(self, name: str, act: Act, then: Then | None = None) -> float:
-        """Sixteen answers, and something that happens once all are under way.
-
-        Args:
-            act: called with the names of the stages' processes, head first.
-            then: runs after it, with the streams.
-
-        Returns:
-            Seconds until tokens came again.
-        """
-        swarm = self.swarm
-        status = await trio.to_thread.run_sync(swarm.wait_until_serving)
-        epoch, failed = status["epoch"], status["requests"]["failed"]
-        names = await trio.to_thread.run_sync(self.names)
-        streams = Streams(swarm.base_url, status["model"], self.asked)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(streams.run)
-            await streams.have(STREAMS * 12)
-            began = trio.current_time()
-            act(names)
-            if then is not None:
-                await then(streams)
-        seconds = streams.silence_after(began)
-        wrong = [a for a in streams.answers if not a.exact]
-        assert not wrong, f"{name}: {wrong[0]}\n{swarm.outputs()}"
-        status = await trio.to_thread.run_sync(lambda: swarm.wait_until_serving(after_epoch=epoch))
-        assert status["requests"]["failed"] == failed
-        assert status["requests"]["digest_mismatches"] == 0
-        self.table.append(f"{name:<28} {seconds:6.2f} s until tokens came again, epoch {status['epoch']}")
-        print(self.table[-1], flush=True)
-        return seconds
+PLACES = ("head", "middle", "tail")
+# What belongs together when the spread is told.
+KILLED = "kill -9, its standby loaded"
+STOPPED = "SIGSTOP, its standby loaded"
+LEFT = "SIGTERM, its standby loaded"
+COLD = "kill -9, nobody has its layers loaded"
 
 
 @pytest.mark.timeout(600)
@@ -77,17 +31,18 @@ async def test_no_answer_ends_or_changes_when_stages_are_stopped_and_killed(tmp_
     with running_swarm(tmp_path, DATA / MODEL, stages=3, standbys=3, bridge=FLAGS) as swarm:
         rounds = Rounds(swarm)
         await trio.to_thread.run_sync(lambda: swarm.wait_for_standbys(3))
-        for place, word in enumerate(("head", "middle", "tail")):
+        for place, word in enumerate(PLACES):
             await stopped_and_woken(rounds, place, word)
         await leaves_in_order(rounds)
-        for place, word in enumerate(("head", "middle", "tail")):
+        for place, word in enumerate(PLACES):
 
             def kill(names: list[str], place: int = place) -> None:
                 swarm.stages[names[place]].kill()
 
-            assert await rounds.play(f"{word} killed", kill) < 5 + ROOM, swarm.outputs()
+            assert await rounds.play(KILLED, f"{word} killed", kill) < 5 + ROOM, swarm.outputs()
         await neighbours_take_over(rounds)
         await nobody_covers_the_layers(rounds)
+        print("spread, least / median / most:", *rounds.spread(), sep="\n  ", flush=True)
 
 
 async def stopped_and_woken(rounds: Rounds, place: int, word: str) -> None:
@@ -99,7 +54,7 @@ async def stopped_and_woken(rounds: Rounds, place: int, word: str) -> None:
         stopped = names[place]
         swarm.stages[stopped].send(signal.SIGSTOP)
 
-    assert await rounds.play(f"{word} stopped", stop) < 15 + ROOM, swarm.outputs()
+    assert await rounds.play(STOPPED, f"{word} stopped", stop) < 15 + ROOM, swarm.outputs()
     assert stopped not in await trio.to_thread.run_sync(rounds.names)
     swarm.stages[stopped].send(signal.SIGCONT)
     await trio.to_thread.run_sync(lambda: swarm.wait_for_standbys(3))
@@ -114,7 +69,7 @@ async def leaves_in_order(rounds: Rounds) -> None:
         leaver = names[0]
         swarm.stages[leaver].send(signal.SIGTERM)
 
-    assert await rounds.play("head leaves", leave) < 5 + ROOM, swarm.outputs()
+    assert await rounds.play(LEFT, "head leaves", leave) < 5 + ROOM, swarm.outputs()
     ended = await trio.to_thread.run_sync(lambda: swarm.stages[leaver].process.wait(20 + ROOM))
     assert ended == 0 and "its place is with another peer now" in swarm.stages[leaver].output
     swarm.start_stage(leaver)
@@ -129,7 +84,7 @@ async def neighbours_take_over(rounds: Rounds) -> None:
         assert len(names) == 3
         swarm.stages[names[1]].kill()
 
-    assert await rounds.play("middle killed, no standby", kill) < 15 + ROOM, swarm.outputs()
+    assert await rounds.play(COLD, "middle killed, no standby", kill) < 15 + ROOM, swarm.outputs()
     stages = (await trio.to_thread.run_sync(swarm.status))["stages"]
     assert len(stages) == 2
     assert all(stage["end"] - stage["first"] < 5 for stage in stages), "no peer has all layers"
@@ -164,4 +119,4 @@ async def nobody_covers_the_layers(rounds: Rounds) -> None:
         assert refused.status_code == 503 and "1 of 2 stages are here" in refused.text
         swarm.start_stage(lost)
 
-    await rounds.play("tail killed, nobody left", kill, wait_and_mend)
+    await rounds.play("until somebody comes", "tail killed, nobody left", kill, wait_and_mend)
