@@ -18,7 +18,7 @@ import trio
 
 from kvasir_peer.errors import LinkError, WireError
 from kvasir_peer.net.link import Priority
-from kvasir_peer.ring.stage import StageEpoch
+from kvasir_peer.ring.stage import MAX_KEPT_BACK, StageEpoch
 from kvasir_peer.ring.taints import Rewind
 from kvasir_peer.serving.costs import CostModel, StageTrace
 from kvasir_peer.serving.requests import Accepted, Event, Finished, Kept, Request
@@ -171,6 +171,7 @@ class HeadEpoch(StageEpoch):
         self._sequence = 0
         self._previous = GENESIS
         self._under_way: list[ring.Submit] = []  # until the bridge has named all
+        self._early: list[ring.Tainted] = []  # until then
         self._resumed = trio.Event()
 
     def _tasks(self) -> Sequence[Callable[[], Awaitable[None]]]:
@@ -222,10 +223,7 @@ class HeadEpoch(StageEpoch):
                     retry = self.state.scheduler.retry_after()
                     await self._tell([ring.Ended(message.request, "busy", "too many requests wait", retry)])
             elif isinstance(message, ring.Resumed):
-                under_way, self._under_way = self._under_way, []
-                ended = self.state.resume(under_way, now)
-                self._resumed.set()
-                await self._tell(ended)
+                await self._tell(self._resume(now))
             elif isinstance(message, ring.Cancel):
                 self.state.scheduler.cancel(message.request, now)
             elif isinstance(message, ring.Ping):
@@ -244,7 +242,7 @@ class HeadEpoch(StageEpoch):
                 continue
             if isinstance(message, ring.Tainted):
                 self._taints.take(message, link.remote_peer)
-                self.state.rewind(message.rewinds, trio.current_time())
+                self._rewind(message)
                 self._wake()
                 continue
             if not isinstance(message, ring.Result):
@@ -267,6 +265,24 @@ class HeadEpoch(StageEpoch):
             events = self.state.scheduler.on_result(sent.scheduled, outputs, now, trace, void)
             self._wake()
             await self._tell_events(events)
+
+    def _resume(self, now: float) -> list[ring.Ended]:
+        """The bridge has named all that goes on."""
+        under_way, self._under_way = self._under_way, []
+        ended = self.state.resume(under_way, now)
+        early, self._early = self._early, []
+        for tainted in early:
+            self.state.rewind(tainted.rewinds, now)
+        self._resumed.set()
+        return ended
+
+    def _rewind(self, message: ring.Tainted) -> None:
+        """Make again what came of rows that were wrong, also of requests that the bridge has yet to name."""
+        if not self._resumed.is_set():
+            if len(self._early) >= MAX_KEPT_BACK:
+                raise WireError("oversize", f"more than {MAX_KEPT_BACK} words on taints before any batch")
+            self._early.append(message)
+        self.state.rewind(message.rewinds, trio.current_time())
 
     # -- composing ------------------------------------------------------------------------------------------
 

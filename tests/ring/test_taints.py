@@ -27,10 +27,12 @@ from kvasir_peer import identity
 from kvasir_peer.errors import WireError
 from kvasir_peer.experts.passing import PassingRequests
 from kvasir_peer.experts.verification import Exposure
+from kvasir_peer.ring.head import HeadEpoch, HeadState
 from kvasir_peer.ring.taints import TaintLog, TaintSpeaker, Voids
 from kvasir_peer.serving.widths import Widths
 from kvasir_peer.wire import ring
 from kvasir_peer.wire.membership import Membership, decode_membership
+from kvasir_peer.wire.sampling import GREEDY
 
 WIDTHS = Widths(batch_rows=32, micro_batch_rows=8, max_in_flight=6, max_requests=4, context_length=CONTEXT)
 
@@ -369,6 +371,33 @@ def test_a_stage_sees_rewinds_and_ends_in_what_passes() -> None:
     assert passing.passes(rows((10, 0, 3, 0, 1)), 1.0).ended == ()
     assert passing.passes(rows((11, 2, 2, 0, 1)), 1.0).ended == (7,)
     assert passing.passes(rows((12, 0, 4, 0, 1)), 1.0).ended == (10,)
+
+
+async def test_what_a_stage_names_before_the_bridge_has_named_it_is_made_again_too() -> None:
+    """A new head hears of wrong rows first, and then that all stages hold the text that came of them."""
+    members = [Member(), Member(), Member()]
+    plan = plan_of(members, [0, 2, 4, LAYERS], WIDTHS)
+    made = HeadEpoch(
+        plan,
+        0,
+        None,  # type: ignore[arg-type]
+        members[0].engine,  # type: ignore[arg-type]
+        identity.verify,
+        sign=members[0].key.sign,
+        state=HeadState(plan),
+    )
+    made._rewind(ring.Tainted(plan.id, plan.epoch, 1, 0, ((7, 1, 4),), b""))
+    sampling = msgspec.structs.replace(GREEDY, prompt_length=6)
+    for request in (7, 8):
+        tokens = tuple(range(10))
+        made._under_way.append(
+            ring.Submit(request, tokens, 5, sampling, (), slot=request - 7, computed=(9, 9, 9))
+        )
+    assert made._resume(0.0) == []
+    batch = made.state.scheduler.next_batch(0.0)
+    assert batch is not None
+    first = {row.request: row.position for row in reversed(batch.rows)}
+    assert first == {7: 4, 8: 9}
 
 
 def test_what_is_to_be_made_again_is_remembered_until_it_was() -> None:
