@@ -8,11 +8,13 @@ import signal
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 
+import msgspec
 import numpy as np
 import pytest
 import trio
 from helpers_experts import (
     N_EMBD,
+    N_LAYER,
     MapHolder,
     Running,
     Worker,
@@ -40,6 +42,11 @@ class Faulty(ExpertServer):
 
     fault = ""
     answers = 0
+
+    async def _compute(self, link, bounds, message, buffer):
+        if self.fault == "another layer's weights":
+            message = msgspec.structs.replace(message, layer=(message.layer + 1) % N_LAYER)
+        await super()._compute(link, bounds, message, buffer)
 
     async def answer(self, link, message, sums):
         self.answers += 1
@@ -198,7 +205,7 @@ async def test_a_worker_that_turns_is_caught_and_in_strict_mode_nothing_it_says_
         for number, case in enumerate(chosen):
             running.submit(number, case, 30)
         await running.texts.wait_tokens(0, 4)
-        workers[1].server.fault = "zeros"
+        workers[1].server.fault = "another layer's weights"
         await running.texts.wait(range(STREAMS))
         number = STREAMS
         while not running.caught and number < 10 * STREAMS:  # it may have been out for being slow
