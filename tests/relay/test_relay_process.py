@@ -44,7 +44,8 @@ async def join(peer: Peer, address: str) -> None:
 
 async def test_sigterm_drains(tmp_path: Path) -> None:
     """Nothing new is taken, peers are told, what runs may end, then all is closed."""
-    with relay_process(tmp_path, "--drain-time", "20s", "--http", "127.0.0.1:0") as relay:
+    options = ("--drain-time", "20s", "--http", "127.0.0.1:0", "--log.format", "json")
+    with relay_process(tmp_path, *options) as relay:
         async with running_peers(3) as (a, b, idle):
             told = trio.Event()
 
@@ -78,6 +79,10 @@ async def test_sigterm_drains(tmp_path: Path) -> None:
             far.finish()
             assert await relay.wait() == 0
         assert "Traceback" not in relay.log
+        # The log is JSON, and at the level in use names nobody and shows nothing of what was carried.
+        assert all(json.loads(line)["text"] for line in relay.log.splitlines())
+        for secret in (a.peer_id, b.peer_id, idle.peer_id, "the last words"):
+            assert secret not in relay.log
 
 
 async def test_a_drain_ends_after_its_time() -> None:
