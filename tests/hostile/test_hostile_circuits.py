@@ -53,6 +53,7 @@ async def test_one_caller_cannot_take_all_handshakes_of_a_peer_behind_a_relay() 
 
 
 async def test_handshakes_through_circuits_are_given_up(mock_clock: trio.testing.MockClock) -> None:
+    mock_clock.rate = 1.0
     async with running_relay() as relay, running_peers(1) as (attacker,):
         await attacker.join(relay)
         address = relay.full_addresses[0]

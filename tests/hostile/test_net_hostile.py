@@ -286,6 +286,7 @@ async def test_who_only_proves_a_key_is_let_go_and_keeps_his_place_in_the_queue_
     mock_clock: trio.testing.MockClock,
 ) -> None:
     """Otherwise 1,024 fresh keys would keep everybody out for ever."""
+    mock_clock.rate = 1.0  # it stands still otherwise
     async with hosts(1, limits=HostLimits(max_handshakes_per_address=3)) as (host,):
         silent = [await Raw.shake_hands(host) for _ in range(3)]
         await until(lambda: len(host._beginning) == 3)
@@ -364,6 +365,7 @@ async def test_handlers_that_go_on_after_a_reset_count_until_they_are_over() -> 
 
 
 async def test_a_slow_proposal_ends_its_stream_alone(mock_clock: trio.testing.MockClock) -> None:
+    mock_clock.rate = 1.0
     async with hosts(2) as (target, slow):
         connection = await slow.dial(address_of(target))
         stream = connection.mux.open()
