@@ -375,12 +375,10 @@ class Dispatcher:
     def _decide(self) -> Decision:
         now = trio.current_time()
         workers = tuple(k.state for k in self._known.values() if k.attached and k.state is not None)
+        settings, reading = self.config.settings, self._reading
         if self.config.remote == "all":
-            sound = [w for w in workers if w.proven and w.breaker.state(now) == "closed"]
-            decision = policy.decide(Snapshot(self._reading, workers, self.config.settings), now)
-            there, late = policy.punctual(sound, now)
-            return Decision("load", there, decision.shadows, decision.trials, late)
-        return policy.decide(Snapshot(self._reading, workers, self.config.settings), now)
+            reading = SlotReading(settings.saturation_threshold, settings.saturation_threshold + 1, 0, now)
+        return policy.decide(Snapshot(reading, workers, settings), now)
 
     def layers(self) -> tuple[int, ...]:
         """At which layers the next pass should hand out its routed rows; none while all is local."""

@@ -34,7 +34,7 @@ from kvasir_peer.experts.worker_link import open_worker_link
 from kvasir_peer.wire import experts
 
 STREAMS, COUNT = 8, 12
-ROOM = 4.0  # seconds on top of a deadline, on a machine that other tests keep busy
+ROOM = 2.0  # seconds on top of a deadline, on a machine that other tests keep busy
 
 
 class Faulty(ExpertServer):

@@ -27,7 +27,7 @@ from kvasir_peer.experts.worker_health import MAX_DEADLINE
 MODEL = DATA / "stories260K-moe8x2.gguf"
 PATIENCE = 60.0
 STREAMS = 8
-ROOM = 4.0  # seconds that a busy machine may hold a token up for, beside a worker's deadline
+ROOM = 2.0  # seconds that a busy machine may hold a token up for, beside a worker's deadline
 
 
 @pytest.fixture
