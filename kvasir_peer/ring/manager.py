@@ -347,10 +347,9 @@ class RingManager:
         return bool(self._link_times.due(peer, list(self._market.members), trio.current_time()))
 
     def _measure_soon(self) -> None:
-        """Somebody has come: whoever is to measure the way there hears it at once."""
+        """Somebody has come: whoever is to measure the way there, or to be measured, hears it at once."""
         for other in list(self._polls):
-            if self._links_due(other):
-                self._wake(other)
+            self._wake(other)
 
     def _take_links(self, peer: str, report: Report) -> None:
         """What a peer has measured goes to the planner."""
