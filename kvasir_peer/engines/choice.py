@@ -6,6 +6,7 @@ Looking must not import an engine: the agent never computes, and the libraries t
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 
@@ -41,14 +42,21 @@ def has_nvidia_gpu() -> bool:
     return "GPU 0" in _ask_nvidia("-L")
 
 
+def _nvidia_id(device: str) -> str:
+    """What ``nvidia-smi`` calls a device of torch, which counts only those that it is shown."""
+    index = device.partition(":")[2] or "0"
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    chosen = shown[int(index)].strip() if index.isdecimal() and int(index) < len(shown) else ""
+    return chosen or index
+
+
 def free_memory(device: str) -> int:
     """Bytes that are free where a device keeps weights: the GPU's own memory, else the machine's.
 
     The machine's is answered for a GPU that does not say what it has.
     """
     if device.startswith("cuda"):
-        index = device.partition(":")[2] or "0"
-        query = ("-i", index, "--query-gpu=memory.free", "--format=csv,noheader,nounits")
+        query = ("-i", _nvidia_id(device), "--query-gpu=memory.free", "--format=csv,noheader,nounits")
         answer = _ask_nvidia(*query).strip()
         if answer.isdecimal():
             return int(answer) << 20  # it counts in MiB

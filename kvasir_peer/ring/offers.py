@@ -20,9 +20,10 @@ PASS_SECONDS = 0.001
 # Read rate assumed of a peer that has not measured itself (bytes per second): two old cores.
 UNKNOWN_READ_RATE = 4e9
 # Bytes in memory for each byte of weights in a file, by engine; the quantised containers measured 1.3 to 1.7 for
-# 4 and 8 bits, and 2.5 in the worst mix. Engines know better: pass ``memory`` to use their estimates.
+# 4 and 8 bits, and 2.1 for 6; an engine keeps a tenth of its estimate in reserve before it loads, so less than that
+# may be planned to the brim and refused then. Engines know better: pass ``memory`` to use their estimates.
 # torch keeps the file's bytes on a GPU, and makes floats of them on a CPU: 7.1 times as many of 4-bit types.
-EXPANSION = {"onnx": 1.8, "torch": 2.0, "torch on cpu": 7.2}
+EXPANSION = {"onnx": 2.0, "torch": 2.0, "torch on cpu": 8.0}
 DEFAULT_EXPANSION = 2.0
 # Python, the engine's libraries and the arena, beside weights and KV cache (bytes).
 PROCESS_BYTES = 200 << 20

@@ -32,6 +32,9 @@ class Kind:
     engine: str
     options: TorchOptions | None = None
 
+    def __str__(self) -> str:
+        return self.name
+
     def stack(self, source: TensorSource, spec: StackSpec) -> LayerStack:
         """Load layers."""
         if self.options is None:

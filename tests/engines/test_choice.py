@@ -26,6 +26,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program = tmp_path / "nvidia-smi"
     program.write_text(_TOOL.format(log=log))
     program.chmod(0o755)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     return log
 
@@ -36,6 +37,15 @@ def test_a_gpus_own_memory_is_what_counts(tool: Path) -> None:
     assert free_memory("cuda:1") == 11264 << 20
     assert choose_engine("torch", "") == ("torch", "cuda")
     assert choose_engine("onnx", "") == ("onnx", "cpu")
+
+
+def test_gpus_are_counted_as_the_environment_shows_them(tool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1, 0")
+    assert free_memory("cuda") == 11264 << 20
+    assert free_memory("cuda:1") == 5120 << 20
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-2")
+    free_memory("cuda")
+    assert "-i GPU-2 " in tool.read_text().splitlines()[-1]
 
 
 def test_a_gpu_that_does_not_answer_counts_as_the_machine(tool: Path) -> None:

@@ -25,6 +25,7 @@ ALONE_TOKENS = 8
 NAMES = [model.name for model in tiny_models.MODELS]
 EXPECTED = json.loads(path_of_data("expected_greedy.json").read_text())
 KINDS = [ONNX, TORCH]
+EACH = [0, 1, 2, 3, 4, 5]  # a stage for each layer
 Get = Callable[[str], Reference]
 
 
@@ -90,11 +91,15 @@ def test_gelu_is_the_tanh_form(reference: Get, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("kind", "precision"), [(ONNX, "exact"), (ONNX, "fast"), (TORCH, "exact")], ids=["exact", "fast", "torch"]
+    ("kind", "precision", "borders"),
+    [
+        *((ONNX, how, cut) for how in ("exact", "fast") for cut in ([0, 5], [0, 2, 5], [0, 1, 3, 5], EACH)),
+        *((TORCH, "exact", cut) for cut in ([0, 5], EACH)),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("borders", [[0, 5], [0, 2, 5], [0, 1, 3, 5], [0, 1, 2, 3, 4, 5]], ids=str)
 @pytest.mark.parametrize("model", ["stories260K.gguf", "stories260K-moe8x2.gguf"])
-def test_real_models_continue_as_expected(model: str, borders: list[int], kind: Kind, precision: str) -> None:
+def test_real_models_continue_as_expected(model: str, kind: Kind, precision: str, borders: list[int]) -> None:
     """All cases at once: chunks of prompts and decodes share passes. F32 and F16 are exact at both levels."""
     cases = [case for case in EXPECTED if case["model"] == model]
     count = min(len(case["ids"]) for case in cases)

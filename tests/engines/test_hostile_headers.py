@@ -47,7 +47,7 @@ def engines() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-yarn", "qwen2moe", "gemma3", "gpt-oss", "deepseek-v3"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_a_lie_is_understood_or_refused(name: str, data: st.DataObject) -> None:
     metadata, tensors = (dict(part) for part in header(name))

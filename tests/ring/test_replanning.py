@@ -71,7 +71,7 @@ def test_without_a_standby_the_neighbours_share_its_layers() -> None:
 
 def test_survivors_that_need_not_change_do_not() -> None:
     plan = plan_of(0, 6, 12, 18, 24)
-    offers = [offer("s0"), offer("s2", 900), offer("s3")]
+    offers = [offer("s0"), offer("s2", 960), offer("s3")]
     got = places(again(plan, {"s1"}, offers))
     assert ("s3", 18, 24) in got and ("s0", 0, 12) in got and ("s2", 12, 18) in got
 
