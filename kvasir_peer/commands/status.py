@@ -105,7 +105,7 @@ def show_status(
         found["volunteers"] = taken
         lines.append(
             f"taken    {taken['rows']:,} rows of {taken['peers']} volunteers, {taken['checked']:,} of them checked; "
-            f"{taken['quarantined']} are quarantined"
+            f"quarantined: {taken['quarantined']}"
         )
     role = running.find(folder)
     if role is None:

@@ -19,9 +19,10 @@ from kvasir_peer.engines.base import (
     experts_by_layer,
     say_dequantised,
 )
+from kvasir_peer.engines.heap import trim_heap
 from kvasir_peer.engines.onnx_attention import head_width
 from kvasir_peer.engines.onnx_bank import OnnxBank, fusible
-from kvasir_peer.engines.onnx_graph import HEAP_BYTES, SESSION_BYTES, trim_heap
+from kvasir_peer.engines.onnx_graph import HEAP_BYTES, SESSION_BYTES
 from kvasir_peer.engines.onnx_linear import Kernels, container, packed_bytes
 from kvasir_peer.engines.onnx_parts import PER_HEAD_SUFFIXES, heads_of
 from kvasir_peer.engines.onnx_probe import probe, usable_kernels

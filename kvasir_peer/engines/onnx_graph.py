@@ -6,7 +6,6 @@ never copied into a protobuf, and are let go of here as soon as the session has 
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 from collections.abc import Mapping, Sequence
@@ -79,13 +78,6 @@ class Runtime:
         raise EngineError(
             f"onnxruntime has no execution provider {device!r} here; it has {', '.join(available.values())}"
         )
-
-
-def trim_heap() -> None:
-    """Give memory that loading has freed back to the system, where the C library keeps it (glibc)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:
-        trim(0)
 
 
 @functools.cache

@@ -21,8 +21,9 @@ from kvasir_peer.engines.base import (
     StackSpec,
     Steps,
 )
+from kvasir_peer.engines.heap import trim_heap
 from kvasir_peer.engines.onnx_attention import Attentions
-from kvasir_peer.engines.onnx_graph import Bound, Runtime, Session, trim_heap
+from kvasir_peer.engines.onnx_graph import Bound, Runtime, Session
 from kvasir_peer.engines.onnx_linear import Kernels
 from kvasir_peer.engines.onnx_parts import Part, Parts, Port, heads_of
 from kvasir_peer.engines.rope import RopeTable

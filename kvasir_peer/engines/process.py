@@ -7,6 +7,7 @@ end of the socket closes, for whatever reason, the process ends at once: an engi
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import os
@@ -30,6 +31,7 @@ from kvasir_peer.engines.arena import Arena
 from kvasir_peer.engines.base import F32, ExpertBank, ExpertWork, MemoryEstimate, Precision
 from kvasir_peer.engines.choice import free_memory
 from kvasir_peer.engines.expert_runner import ExpertRunner, FlooredBank
+from kvasir_peer.engines.heap import trim_heap
 from kvasir_peer.engines.interleaving import Interleaving
 from kvasir_peer.engines.orders import ArenaShape
 from kvasir_peer.wire.experts import encode_rows, rows_bytes
@@ -370,6 +372,9 @@ class EngineProcess:
         elif self._bank is not None:
             self._bank.close()
         self._bank = self._experts = None
+        # The owner gets the memory back, not just the next load: allocators keep what they once had.
+        gc.collect()
+        trim_heap()
 
     def _resident(self) -> int:
         return int(self._process.memory_info().rss)

@@ -8,13 +8,16 @@ import signal
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import trio
 
 from kvasir_peer.agent.engine import Engine, open_engine
 from kvasir_peer.agent.loop_lag import LoopLag
-from kvasir_peer.engines.orders import ArenaShape, GgufWeights, LoadStage
+from kvasir_peer.engines.orders import ArenaShape, GgufWeights, LoadBank, LoadStage
 from kvasir_peer.errors import EngineError, ModelFileError, ResourceError, WireError
+from kvasir_peer.models.split_experts import split_experts
+from kvasir_peer.wire.experts import rows_bytes
 from kvasir_peer.wire.membership import FLAG_DECODE, FLAG_OUTPUT, compose
 from kvasir_peer.wire.sampling import GREEDY
 
@@ -147,3 +150,20 @@ async def test_the_event_loop_stays_free_while_the_engine_computes() -> None:
     assert figures.samples > 50
     # The promise is 20 ms at the 99th percentile of an undisturbed machine; other tests share these cores.
     assert figures.p50_ms < 20
+
+
+async def test_an_engine_that_forgets_gives_its_memory_back_to_the_system(
+    smollm2_path: Path, tmp_path: Path
+) -> None:
+    """Experts are many small arrays, which an allocator keeps for the next ones unless it is told not to."""
+    model = tmp_path / "experts.gguf"
+    await trio.to_thread.run_sync(split_experts, smollm2_path, model)
+    ranges = tuple((layer, 0, 16) for layer in range(8))
+    arena = ArenaShape(2, rows_bytes(ROWS, 1, 576, "f32"))
+    bank = LoadBank(0, GgufWeights(str(model)), "onnx", ranges, ROWS, "fast", 1, "cpu", arena)
+    async with open_engine() as engine:
+        process = psutil.Process(engine.statistics().pid)
+        await engine.load_bank(bank)
+        loaded = process.memory_info().rss
+        await engine.forget()
+        assert loaded - process.memory_info().rss > 30e6, "the experts' weights take over 50 MB"

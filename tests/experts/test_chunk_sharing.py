@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import msgspec
-from helpers_experts import MODEL, until
+import pytest
+from helpers_experts import LOOPBACK, MODEL, until
 from helpers_volunteers import QUARTER, bridge, volunteer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "net"))
@@ -16,9 +19,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "net"))
 from helpers_https import FileServer
 
 from kvasir_peer.agent import chunk_transfer
+from kvasir_peer.agent.chunk_transfer import Download
+from kvasir_peer.errors import KvasirError
+from kvasir_peer.experts import volunteer as volunteer_module
 from kvasir_peer.experts.permits import PERMIT_SECONDS, ChunkPermit, permits, sign_permit
 from kvasir_peer.identity import Identity, verify
+from kvasir_peer.models.slices import ExpertSlice, chunks_of
+from kvasir_peer.models.store import ChunkStore
 from kvasir_peer.net.link import Link
+from kvasir_peer.net.node import Node
 from kvasir_peer.wire import chunks
 
 
@@ -130,3 +139,42 @@ def test_a_permit_is_for_one_peer_of_one_bridge_and_for_a_time() -> None:
     assert not good(signature=other.sign(data))
     forged = msgspec.msgpack.encode(msgspec.structs.replace(permit, peer="somebody else"))
     assert not good(data=forged, peer="somebody else")
+
+
+async def test_a_volunteer_gives_nothing_to_strangers_to_too_many_or_while_its_owner_has_paused_it(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(chunk_transfer, "RETRY_DELAYS", (0.01, 0.01))
+    async with (
+        bridge(tmp_path) as b,
+        volunteer(b, tmp_path / "one", disk=QUARTER) as one,
+        Node.open(secrets.token_bytes(32), listen=[LOOPBACK]) as asker,
+    ):
+        b.saturate()
+        part = ExpertSlice(await one.serves())
+        wanted = chunks_of(b.manifest, part)
+        place = (one.node.peer_id, tuple(one.node.addresses()))
+        data, signature = sign_permit(
+            ChunkPermit(b.me.peer_id, asker.peer_id, b.manifest.id, time.time() + 60), b.me.sign
+        )
+        permit = chunks.Permit(data, signature)
+
+        async def fetch(shown: chunks.Permit | None) -> int:
+            """Bytes that the volunteer gave."""
+            before = one.volunteer.statistics().given_bytes
+            with ChunkStore(tmp_path / secrets.token_hex(4), 1 << 30) as store:
+                try:
+                    await Download(asker, store, wanted, permit=shown).run([place])
+                except KvasirError:
+                    assert store.listing() == []
+            return one.volunteer.statistics().given_bytes - before
+
+        assert await fetch(None) == 0
+        assert await fetch(chunks.Permit(data, b.me.sign(b"something else"))) == 0
+        assert await fetch(permit) == one.fetched > 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(volunteer_module, "MAX_ASKERS", 0)
+            assert await fetch(permit) == 0
+        one.volunteer.pause()
+        assert await fetch(permit) == 0
+        one.volunteer.resume()

@@ -213,3 +213,24 @@ def test_errors_from_several_tasks_are_one_line(capsys, monkeypatch):
 def test_expired_tickets_show_in_status(tmp_path):
     settings.save_ticket(tmp_path, a_ticket(lifetime=60, now=time.time() - 3600))
     assert "expired" in kvasir("status", "--home", tmp_path).stdout
+
+
+def test_status_says_what_a_machine_has_given_and_what_a_bridge_has_had(tmp_path, capsys):
+    from kvasir_peer.commands.status import show_status
+    from kvasir_peer.experts.ledger import Ledger
+
+    running.keep_given(tmp_path, running.Given(1234, 5.0, 7_000_000))
+    ledger = Ledger(tmp_path / settings.LEDGER_FILE)
+    ledger.add([("a", 300, 20), ("b", 40, 1)])
+    ledger.quarantine("b", "zeros")
+    show_status(home=tmp_path)
+    shown = capsys.readouterr().out
+    assert "1,234 rows of experts" in shown and "7.0 MB of weights to other volunteers" in shown
+    assert "340 rows of 2 volunteers, 21 of them checked; quarantined: 1" in shown
+    show_status(home=tmp_path, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["volunteers"] == {"peers": 2, "rows": 340, "checked": 21, "quarantined": 1}
+    ledger.close()
+    (tmp_path / settings.LEDGER_FILE).write_bytes(b"not a ledger")
+    show_status(home=tmp_path, as_json=True)
+    assert "volunteers" not in json.loads(capsys.readouterr().out)
