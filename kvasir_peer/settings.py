@@ -358,7 +358,7 @@ class BridgeSettings(PeerSettings, RingSettings):
         (),
         "Bearer key that clients must send; may be given more than once. Better in config.toml.",
     )
-    max_queue: int = option(whole(0, 100_000), 64, "Requests that may wait for a place.")
+    max_queue: int = option(whole(0, 4096), 64, "Requests that may wait for a place.")
     top_logprobs: int = option(whole(0, 20), 20, "Most alternatives with log-probabilities per token.")
     saturation_threshold: int = option(
         whole(1, 1024), 2, "Busy slots of a coordinator from which on volunteers are recruited."

@@ -386,6 +386,11 @@ class Coordinators:
     def _why_not(self) -> str:
         return "every coordinator's queue is full" if self._attached else NOBODY
 
+    @property
+    def total_slots(self) -> int:
+        """Requests that all of them together compute at once."""
+        return sum(attached.welcome.slots for attached in self._attached.values())
+
     def statistics(self) -> CoordinatorStatistics:
         """A snapshot."""
         return CoordinatorStatistics(

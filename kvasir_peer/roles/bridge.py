@@ -26,7 +26,7 @@ from kvasir_peer.api.dashboard import JoinInfo, dashboard_routes
 from kvasir_peer.api.experts import expert_routes
 from kvasir_peer.api.metrics import BridgeStatistics, metrics_routes
 from kvasir_peer.api.swarm import swarm_routes
-from kvasir_peer.errors import RefusedError, SettingsError
+from kvasir_peer.errors import BusyError, RefusedError, SettingsError
 from kvasir_peer.experts.coordinators import NOBODY
 from kvasir_peer.experts.dispatch_policy import SlotReading
 from kvasir_peer.experts.ledger import Ledger
@@ -62,6 +62,7 @@ class Bridge:
         node: Node,
         lag: LoopLag,
         ticket: Ticket,
+        max_queue: int,
     ) -> None:
         self.model = model
         self.manager = manager
@@ -69,6 +70,7 @@ class Bridge:
         self._node = node
         self._lag = lag
         self._ticket = ticket
+        self._max_queue = max_queue
         self._started = int(time.time())
 
     # -- swarm routes ---------------------------------------------------------------------------------------
@@ -165,6 +167,13 @@ class Bridge:
         coordinators = self.market.coordinators
         ring_alone = self.manager.settings.stages and not coordinators.attached
         requests = self.manager.requests if ring_alone else coordinators
+        if requests.attached:
+            slots = self.manager.settings.max_requests if ring_alone else coordinators.total_slots
+            waiting = requests.statistics().active - slots
+            if waiting >= self._max_queue:
+                raise BusyError(
+                    f"{max(0, waiting)} requests wait already for one of {slots} places; ask again later"
+                )
         async with requests.generate(
             request.prompt,
             request.max_tokens,
@@ -388,7 +397,7 @@ async def run_bridge(
                 ring=_RingOfBridge(manager) if settings.stages else None,
                 web=public_address(settings.model),
             )
-            bridge = Bridge(model, manager, market, node, lag, invitation.ticket)
+            bridge = Bridge(model, manager, market, node, lag, invitation.ticket, settings.max_queue)
             control = [*swarm_routes(bridge), *expert_routes(_Market(market, invitation.own))]
             node.serve_http(Starlette(routes=control))
             node.handle(ring.PROTOCOL, ring.MAX_OPENING_FRAME, manager.take_link)
@@ -414,4 +423,6 @@ async def run_bridge(
                 nursery.start_soon(market.run)
                 nursery.start_soon(serve_http, app, listener, stop.wait)
                 ready(BridgeReady(invitation.text, f"http://{host}:{port}/v1", model.name, me.peer_id))
+                waits_for = f"{settings.stages} stages" if settings.stages else "a coordinator"
+                report(Progress("plan", f"waiting for {waits_for} to join with the ticket"))
                 await trio.sleep_forever()

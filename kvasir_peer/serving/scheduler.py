@@ -47,8 +47,9 @@ PREFILL_SHARE = 0.25
 # Batches that may stand at the head's own engine, the running one included: the next one must be there when it
 # ends, and any further one would be composed too early to take up rows that become ready meanwhile.
 HEAD_BACKLOG = 2
-# Queued requests for each slot: what a full ring serves in the time a client is willing to wait.
-QUEUE_PER_SLOT = 4
+# Requests that may wait: a bound of memory. How long clients may have to wait is the bridge's to say (--max-queue),
+# whose setting goes no further than this.
+QUEUE_LIMIT = 4096
 # Bounds of retry_after, seconds.
 MIN_RETRY, MAX_RETRY = 1.0, 60.0
 # First guess of how long a request holds its slot, seconds, until some have been seen.
@@ -60,13 +61,13 @@ class Policy:
     """What may be set by hand.
 
     Attributes:
-        queue_limit: requests that may wait for a slot; None derives it from the number of slots.
+        queue_limit: requests that may wait for a slot.
         hand_set: ``(in flight, rows)`` in place of what the costs suggest, for measurements.
         ordered: results come in the order of the batches, as in a ring; where they may overtake each other, those
             with rows of the same request must not.
     """
 
-    queue_limit: int | None = None
+    queue_limit: int = QUEUE_LIMIT
     hand_set: tuple[int, int] | None = None
     ordered: bool = True
 
@@ -219,9 +220,7 @@ class Scheduler:
         self._policy = policy
         self._slots = SlotTable(widths.max_requests)
         self._queue: list[_Queued] = []
-        self._queue_limit = (
-            QUEUE_PER_SLOT * widths.max_requests if policy.queue_limit is None else policy.queue_limit
-        )
+        self._queue_limit = policy.queue_limit
         self._live: dict[int, _Live] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._rows_in_flight = 0

@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import trio
@@ -66,6 +67,30 @@ async def test_each_store_holds_its_slice_and_nothing_else_and_the_bridge_stays_
         spent = after["bridge"]["ring_bytes"] - before["bridge"]["ring_bytes"]
         assert tokens == len(case["ids"])
         assert spent / tokens < 1024
+
+
+@pytest.mark.timeout(180)
+async def test_as_many_requests_wait_as_the_bridge_was_told_and_no_more(tmp_path: Path) -> None:
+    answers: list[httpx.Response] = []
+    prompt = long_case()["prompt"]
+    async with (
+        swarm_in_process(tmp_path, DATA / MODEL, stages=2, max_requests=1, max_queue=6, **RING) as swarm,
+        httpx.AsyncClient(base_url=swarm.base_url, timeout=120) as client,
+        trio.open_nursery() as nursery,
+    ):
+
+        async def ask() -> None:
+            body = {"model": swarm.model, "prompt": prompt, "max_tokens": 60}
+            answers.append(await client.post("/completions", json=body))
+
+        for _ in range(24):
+            nursery.start_soon(ask)
+    taken = [answer for answer in answers if answer.status_code == 200]
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert len(taken) >= 7 and refused and len(taken) + len(refused) == 24
+    for answer in refused:
+        assert answer.json()["error"]["message"].startswith("6 requests wait already for one of 1 places")
+        assert int(answer.headers["Retry-After"]) >= 1
 
 
 @pytest.mark.timeout(240)
