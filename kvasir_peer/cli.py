@@ -7,6 +7,7 @@ at once.
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import Final
 
 from kvasir_peer import __version__
 from kvasir_peer.commands.terminal import printable
-from kvasir_peer.errors import KvasirError
+from kvasir_peer.errors import KvasirError, UsageError
 
 PROGRAM: Final = "kvasir-peer"
 WRONG_USE: Final = 2
@@ -62,12 +63,34 @@ def _say(message: str) -> None:
     print(f"{PROGRAM}: {printable(' '.join(message.split()))}", file=sys.stderr)
 
 
+# What the system refuses and a person can mend, and how; any other OSError is a fault of ours, and shows its traceback.
+MENDABLE: Final = {
+    errno.EACCES: "make it yours, or give another --home",
+    errno.EPERM: "make it yours, or give another --home",
+    errno.EROFS: "give another --home",
+    errno.ENOTDIR: "give another --home",
+    errno.ENOSPC: "free some space, or give a --home on another disk",
+    errno.EDQUOT: "free some space, or give a --home on another disk",
+    errno.EADDRINUSE: "",
+    errno.EADDRNOTAVAIL: "",
+}
+
+
+def _mendable(error: BaseException | None) -> KvasirError | None:
+    """The error as one that is raised on purpose, or None."""
+    if not isinstance(error, OSError) or error.errno not in MENDABLE:
+        return error if isinstance(error, KvasirError) else None
+    what = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
+    advice = MENDABLE[error.errno]
+    return UsageError(f"{what}: {advice}" if advice else what)
+
+
 def _expected(group: BaseExceptionGroup[BaseException]) -> KvasirError | None:
     """The error to tell of, where a nursery ended with nothing but errors that are raised on purpose."""
     first: KvasirError | None = None
     for error in group.exceptions:
-        found = _expected(error) if isinstance(error, BaseExceptionGroup) else error
-        if not isinstance(found, KvasirError):
+        found = _expected(error) if isinstance(error, BaseExceptionGroup) else _mendable(error)
+        if found is None:
             return None
         # A person can mend a UsageError; what broke because of it says less.
         if first is None or found.exit_status > first.exit_status:
@@ -111,11 +134,18 @@ def run(arguments: Sequence[str]) -> int:
         _say(_unknown(error.unused_tokens[0] if error.unused_tokens else "", arguments))
         return WRONG_USE
     except CycloptsError as error:
-        _say(f"{error} (see {PROGRAM} --help)")
+        chain = [word for word in error.command_chain or () if word != PROGRAM]
+        _say(f"{error} (see {' '.join([PROGRAM, *chain])} --help)")
         return WRONG_USE
     except KvasirError as error:
         _say(str(error))
         return error.exit_status
+    except OSError as error:
+        mendable = _mendable(error)
+        if mendable is None:
+            raise
+        _say(str(mendable))
+        return mendable.exit_status
     except BaseExceptionGroup as group:
         expected = _expected(group)
         if expected is None:

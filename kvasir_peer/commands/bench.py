@@ -25,6 +25,8 @@ def measure(
 
     if threads < 0:
         raise UsageError(f"--threads {threads}: give 0 or more")
+    if engine not in ("auto", "onnx", "torch"):
+        raise UsageError(f"--engine {engine}: give auto, onnx or torch")
     used = threads or cores()
     names = [engine] if engine != "auto" else [name for name in ("onnx", "torch") if installed(name)]
     chosen = [choose_engine(name, device) for name in names] or [choose_engine(engine, device)]

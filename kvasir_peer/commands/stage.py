@@ -69,8 +69,7 @@ def join(
     found.check(now=time.time())
     role = next((role for role in RUNNABLE if role in found.roles), None)
     if role is None:
-        raise TicketError(
-            f"the ticket is for {' or '.join(found.ordered_roles())}; this program can be: {', '.join(RUNNABLE)}"
-        )
+        roles = found.ordered_roles()
+        raise TicketError(f"the ticket is for {' or '.join(roles)}: run kvasir-peer {roles[0]} TICKET")
     settings_module.save_ticket(settings.home, found)
     _run(dataclasses.replace(settings, ticket=""), json_progress=json_progress)

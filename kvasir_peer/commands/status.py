@@ -103,6 +103,7 @@ def show_status(
     taken = _taken(folder)
     if taken is not None:
         found["volunteers"] = taken
+    if taken is not None and any(taken.values()):
         lines.append(
             f"taken    {taken['rows']:,} rows of {taken['peers']} volunteers, {taken['checked']:,} of them checked; "
             f"quarantined: {taken['quarantined']}"

@@ -165,7 +165,7 @@ class RelaySupervisor:
     def _failed(self, error: BaseException) -> None:
         new = str(error) != self._last_error
         if new:
-            logger.warning("relay %s: %s", self.relay, error)
+            logger.info("relay %s: %s", self.relay, error)
         self._last_error = str(error)
         self._counts["failures"] += 1
         self._drop()

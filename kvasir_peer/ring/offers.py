@@ -222,6 +222,8 @@ def memory_needed(needs: ModelNeeds, widths: Widths, offer: StageOffer, first: i
 
 
 def gigabytes(count: float) -> str:
+    if count < 1e6:
+        return f"{count / 1e3:.0f} kB"
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 

@@ -1,7 +1,9 @@
 """The command as a person meets it: what it prints, and its exit status."""
 
+import errno
 import json
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -85,6 +87,8 @@ def test_every_models_command_has_help(name):
         (["stage", "kvasir1qqqq"], "ticket is damaged"),
         (["join", "hello"], "begins with kvasir1"),
         (["chat", "ftp://x"], "is no address"),
+        (["bench", "--engine", "foo"], "give auto, onnx or torch"),
+        (["models", "info"], "see kvasir-peer models info --help"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -208,6 +212,40 @@ def test_errors_from_several_tasks_are_one_line(capsys, monkeypatch):
     monkeypatch.setattr(cyclopts.App, "__call__", a_bug)
     with pytest.raises(ExceptionGroup):
         cli.run(["id"])
+
+
+def test_what_the_system_refuses_is_one_line_and_a_fault_of_ours_is_not(capsys, monkeypatch):
+    import cyclopts
+
+    def raised(error):
+        def broken(*_, **__):
+            raise error
+
+        monkeypatch.setattr(cyclopts.App, "__call__", broken)
+
+    full, gone = OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EBADF, "Bad file descriptor")
+    for error in (full, ExceptionGroup("nursery", [full])):
+        raised(error)
+        assert cli.run(["id"]) == 2
+        assert capsys.readouterr().err.startswith("kvasir-peer: No space left on device: free some space")
+    for error in (gone, ExceptionGroup("nursery", [full, gone])):
+        raised(error)
+        with pytest.raises((OSError, ExceptionGroup)):
+            cli.run(["id"])
+
+
+def test_a_port_for_direct_connections_that_is_taken_is_one_line(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
+        model = DATA / "stories260K.gguf"
+        flags = ["--model", model, "--relay", RELAY, "--port", "0", "--listen", listen, "--home", tmp_path]
+        result = kvasir("bridge", *flags)
+    assert result.returncode == 2
+    assert (
+        f"kvasir-peer: cannot listen on {listen}: Address already in use; choose another port"
+        in result.stderr
+    )
+    assert "Traceback" not in result.stderr
 
 
 def test_expired_tickets_show_in_status(tmp_path):
