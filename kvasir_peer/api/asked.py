@@ -6,7 +6,7 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
@@ -17,6 +17,7 @@ from kvasir_peer.api.schema import (
     CompletionRequest,
     Message,
     Parameters,
+    Role,
 )
 from kvasir_peer.api.service import GenerationRequest, ServedModel
 from kvasir_peer.errors import UsageError, WireError
@@ -26,6 +27,8 @@ from kvasir_peer.wire.sampling import Sampling
 DEFAULT_COMPLETION_TOKENS = (
     16  # of /v1/completions, as OpenAI has it; chat answers go on to the context's end
 )
+
+UNSUPPORTED_ROLES = ("tool", "function")  # OpenAI has them, and we refuse them by name
 
 Request = TypeVar("Request", ChatRequest, CompletionRequest)
 
@@ -153,6 +156,8 @@ def _invalid(text: str) -> ApiError:
         return ApiError(f"the parameter {param!r} is unknown", param=param, code="unknown_parameter")
     if not param:
         return ApiError(f"the request's body has to be a JSON object: {what}")
+    if param.endswith(".role") and what.startswith("Invalid enum"):
+        what += f"; there are {', '.join(role for role in get_args(Role) if role not in UNSUPPORTED_ROLES)}"
     return ApiError(f"the parameter {param!r} is wrong: {what}", param=param, code="invalid_value")
 
 
@@ -184,13 +189,14 @@ def _refuse_unsupported(request: Parameters) -> None:
 
 
 def _unsupported(name: str) -> ApiError:
-    return ApiError(f"{name} is not supported here", param=name, code="unsupported_parameter")
+    only = " but for text" if name in ("response_format", "modalities") else ""
+    return ApiError(f"{name} is not supported here{only}", param=name, code="unsupported_parameter")
 
 
 def _message(message: Message, n: int, knows_developer: bool) -> dict[str, Any]:
     """A message as templates take it: text only, and OpenAI's newer ``developer`` as ``system`` where it is unknown."""
     where = f"messages[{n}]"
-    if message.role in ("tool", "function"):
+    if message.role in UNSUPPORTED_ROLES:
         raise ApiError(
             f"messages of the role {message.role!r} are not supported here",
             param=f"{where}.role",

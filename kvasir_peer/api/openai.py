@@ -364,8 +364,12 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's own refusals (no such route, another method) as OpenAI's error objects."""
     assert isinstance(error, HTTPException)
     code = "unknown_url" if error.status_code == 404 else None
-    text = f"{request.method} {request.url.path[:200]}: {error.detail}"
     headers = dict(error.headers or {})
+    what = {
+        404: "there is no such route here: /openapi.json lists them; the base URL ends in /v1",
+        405: f"this route takes {headers.get('Allow', 'another method')}",
+    }
+    text = f"{request.method} {request.url.path[:200]}: {what.get(error.status_code, error.detail)}"
     return ApiError(text, status=error.status_code, code=code, headers=headers).response()
 
 

@@ -29,6 +29,7 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stops = Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)]
 TokenId = Annotated[int, Meta(ge=0)]
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
 
 class ContentPart(msgspec.Struct):
@@ -41,7 +42,7 @@ class ContentPart(msgspec.Struct):
 class Message(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Role
     content: str | list[ContentPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
