@@ -590,7 +590,7 @@ class _Market:
                 del self.state.members[member.peer]
                 self.state.stale = True
                 self.state.cached = frozenset(c for c in self.state.cached if c[0] != member.peer)
-                if self.state.phase in ("preparing", "starting") and self._has_place(member.peer):
+                if self._has_place(member.peer):
                     self.state.attempts = max(0, self.state.attempts - 1)  # no fault of the plan's
                 self.decisions.append(Note(f"{member.peer} is gone: {why}"))
 

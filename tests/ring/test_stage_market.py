@@ -484,6 +484,23 @@ def test_a_killed_stage_is_replaced_by_the_loaded_standby_in_seconds() -> None:
         swarm.run(3.0)
 
 
+def test_a_ring_that_loses_one_stage_after_the_other_does_not_wait_longer_each_time() -> None:
+    """Pauses between plans are for rings that can't stand; that a peer has died is no fault of the plan's."""
+    swarm = ring_of("a", "b", "c")
+    for name in ("x", "y", "z"):
+        swarm.add(name, load_seconds=0.5)
+    swarm.run(5.0)
+    for number in range(8):
+        victim = swarm.places()[number % 3][0]
+        began = swarm.now
+        swarm.kill(victim)
+        while swarm.serving is None or swarm.serving.index_of(victim) is not None:
+            swarm.run(STEP)
+            assert swarm.now - began < 1.5
+        swarm.add(f"next-{number}", load_seconds=0.5)
+        swarm.run(2.0)  # less than what a ring has to stand to count as stable
+
+
 def test_a_stopped_stage_is_noticed_in_under_15_seconds() -> None:
     # by its neighbours' pings, or by its own silence alone
     for ping, bound in ((3.0, 7.0), (1e9, 15.0)):
