@@ -1,0 +1,68 @@
+"""What a stage does with orders and links that come at an awkward moment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import trio
+import trio.testing
+from helpers_epochs import BRIDGE, Member, Net, plan_of
+
+from kvasir_peer import identity
+from kvasir_peer.errors import WireError
+from kvasir_peer.net.memory import memory_link_pair
+from kvasir_peer.ring.stage import StageEpoch
+from kvasir_peer.ring.stage_peer import StagePeer, StagePeerConfig
+from kvasir_peer.serving.widths import Widths
+from kvasir_peer.wire import ring
+
+WIDTHS = Widths(batch_rows=8, micro_batch_rows=4, max_in_flight=2, max_requests=2, context_length=64)
+
+
+async def test_an_epoch_that_is_over_takes_no_link() -> None:
+    """A link that is welcomed then would hang until its other end gives up."""
+    async with trio.open_nursery() as nursery:
+        net, members = Net(nursery), [Member(), Member(), Member()]
+        plan = plan_of(members, [0, 1, 2, 3], WIDTHS)
+        epoch = StageEpoch(
+            plan,
+            1,
+            net.node(members[1].peer),  # type: ignore[arg-type]
+            members[1].engine,  # type: ignore[arg-type]
+            identity.verify,
+            sign=members[1].key.sign,
+        )
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await epoch.run()
+        here, there = memory_link_pair(ring.PROTOCOL, peers=(members[0].peer, members[1].peer))
+        with pytest.raises(WireError, match="epoch 1 is over here"):
+            await epoch.admit(there, ring.Hello("batches", plan.id, 1))
+        refusal, _ = ring.OPENING.decode(await here.receive())
+        assert refusal.code == "epoch"
+
+
+async def test_an_order_that_comes_before_an_epoch_has_begun_ends_it_all_the_same(tmp_path: Path) -> None:
+    """Between the order to go and the task's first step another order may come, of another task."""
+    async with trio.open_nursery() as nursery:
+        net, members = Net(nursery), [Member(), Member()]
+        plan = plan_of(members, [0, 1, 2], WIDTHS)
+        config = StagePeerConfig(BRIDGE.peer_id, (), "", tmp_path, 1, 1, "onnx", "cpu", "exact", 1)
+        peer = StagePeer(
+            net.node(members[1].peer),  # type: ignore[arg-type]
+            SimpleNamespace(),  # type: ignore[arg-type]
+            SimpleNamespace(),  # type: ignore[arg-type]
+            config,
+            sign=members[1].key.sign,
+            verify=identity.verify,
+        )
+        peer._nursery, peer._plan, peer._state = nursery, plan, "loaded"
+        peer._start_epoch(plan)
+        assert peer._epoch is not None
+        peer._stop_serving()
+        peer._plan = None  # as it stands by from now on
+        await trio.testing.wait_all_tasks_blocked()
+        assert peer._epoch is None, "it would go on looking for neighbours that are long in another epoch"
+        nursery.cancel_scope.cancel()
