@@ -7,9 +7,10 @@ or none.
 
 Wire format (https://github.com/hashicorp/yamux/blob/master/spec.md): a header of 12 bytes, big-endian:
 version 0 (1), type (1), flags (2), stream id (4), length (4). Windows start at 256 KiB, as the specification has it.
-They are enforced: who sends past one loses the connection. A window grows, up to ``MAX_WINDOW_BYTES``, while more
-than half of it arrives within a round trip: it is then what limits the rate, and about doubles every round trip. Once
-the line is the limit it stays between two and three round trips' worth; more would only lengthen queues on the way.
+They are enforced: who sends past one loses the connection. A window grows, up to ``MAX_WINDOW_BYTES``, while much of
+it (``GROW_ABOVE``) arrives within a round trip: it is then what limits the rate, and about doubles every round trip.
+Once the line is the limit it stays between two and three round trips' worth; more would only lengthen queues on the
+way.
 On a round trip under a millisecond it stops at ``SHORT_WINDOW_BYTES``: more would only make small messages wait behind
 large ones.
 """
@@ -41,6 +42,9 @@ GO_AWAY_NORMAL, GO_AWAY_PROTOCOL_ERROR, GO_AWAY_INTERNAL_ERROR = range(3)
 INITIAL_WINDOW_BYTES = 256 * 1024  # fixed by the specification
 MAX_WINDOW_BYTES = 16 * 1024 * 1024  # what one stream may have in flight: 400 MB/s at 40 ms
 GRANT_PART = 4  # of the window is taken before the other side is told: 12 bytes for every 64 KiB at least
+#: Part of a window that arrives within a round trip where it is what limits the rate. Not more than half: bulk leaves a
+#: quarter of a new window free, and what has come since the last grant (up to a quarter) is not granted yet.
+GROW_ABOVE = 0.4
 SETTLED_ROUND_TRIPS = 3  # measured before a window grows
 SHORT_ROUND_TRIP = 0.001  # s: loopback, a fast local network
 SHORT_WINDOW_BYTES = (
@@ -291,7 +295,7 @@ class MuxedStream:
             return 0  # a rate over less than a round trip is that of a burst
         in_a_round_trip = self._epoch_bytes / elapsed * round_trip
         self._epoch_start, self._epoch_bytes = now, 0
-        if 2 * in_a_round_trip <= self.target_window:
+        if in_a_round_trip <= GROW_ABOVE * self.target_window:
             return 0
         if self.mux.round_trips_seen < SETTLED_ROUND_TRIPS:
             self.mux.ping(now)  # one slow ping of a busy machine must not pass for a long line

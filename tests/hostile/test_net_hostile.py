@@ -303,7 +303,7 @@ async def test_who_only_proves_a_key_is_let_go_and_keeps_his_place_in_the_queue_
 
 
 async def test_a_callee_that_only_proves_its_key_is_given_up(mock_clock: trio.testing.MockClock) -> None:
-    mock_clock.rate = 20.0
+    mock_clock.rate = 8.0
     identity = NoiseIdentity(key())
 
     async def silent(stream: trio.SocketStream) -> None:

@@ -337,14 +337,37 @@ async def test_the_window_grows_with_rate_and_round_trip_and_little_below_a_mill
         assert least <= inbound[0].target_window <= most
 
 
+async def test_a_window_grows_though_bulk_leaves_a_part_of_it_free_and_grants_are_late(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """On a long line a window of which just under half came in each round trip never grew: 3 MB/s of 40."""
+    near, _ = mux()
+    far, inbound = mux(initiator=False)
+    far.min_round_trip, far.round_trips_seen = 0.04, 9
+    stream = near.open()
+    stream.set_source(Endless(), classed=True)
+    stream.notify()
+    for _ in range(20):
+        while data := pulled(near, 65_519 - 12):
+            far.feed(memoryview(data))
+        await trio.sleep(0.02)
+        for received in inbound:
+            while received.statistics().bytes_buffered:
+                await received.receive_some()
+        while data := pulled(far):
+            near.feed(memoryview(data))
+        await trio.sleep(0.02)
+    assert inbound[0].target_window > 4 * yamux.INITIAL_WINDOW_BYTES
+
+
 class Endless:
-    """A source that always has bulk."""
+    """A source that always has bulk, and does not cut it to crumbs."""
 
     def urgency(self) -> int:
         return int(yamux.Priority.PREFILL)
 
     def pull(self, room: memoryview) -> int:
-        return len(room)
+        return len(room) if len(room) >= 256 else 0
 
 
 @pytest.mark.parametrize("short", [True, False])
