@@ -281,7 +281,7 @@ def plan_ring(
     least = wanted or 2
     if len(usable) < least:
         few = f"{len(usable)} of {least} stages are here"
-        small = f"; {len(places)} more offered too little memory" if places else ""
+        small = f"; {len(places)} more offered too little memory or disk" if places else ""
         return Planned(None, few + small, (*places.values(), *_waiting(usable, few)))
     chosen = sorted(usable, key=lambda o: (not o.bridge, -_worth(o, needs)))
     chosen = chosen[: min(MAX_CANDIDATES if wanted is None else max(MAX_CANDIDATES, wanted), needs.n_layer)]
@@ -289,9 +289,13 @@ def plan_ring(
     if ring is None:
         have = sum(o.memory for o in usable)
         need = needs.file_bytes(0, needs.n_layer)
+        disk = sum(o.disk for o in usable)
+        of_disk = (
+            f" of memory and {gigabytes(disk)} of disk" if disk < 2 * need else ""
+        )  # else it is not what lacks
         missing = (
-            f"{len(usable)} peers offer {gigabytes(have)} together, which does not hold {gigabytes(need)} of weights "
-            f"and the caches of {wishes.widths.max_requests} requests"
+            f"{len(usable)} peers offer {gigabytes(have)}{of_disk} together, which does not hold {gigabytes(need)} of "
+            f"weights and the caches of {wishes.widths.max_requests} requests"
         )
         return Planned(None, missing, (*places.values(), *_waiting(usable, missing)))
     cuts, forecast = search.polish(ring.order, ring.cuts)

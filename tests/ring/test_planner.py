@@ -138,6 +138,9 @@ def test_too_little_memory_is_said_with_the_numbers() -> None:
     assert place.role == "none" and "105 MB" in place.why and "a single layer takes" in place.why
     small = make([offer(p, 500) for p in "ab"])
     assert small.plan is None and "does not hold" in small.missing
+    assert "of disk" not in small.missing
+    narrow = make([offer("a", disk=300 * MB), offer("b", disk=300 * MB)])
+    assert narrow.plan is None and "of memory and 629 MB of disk together" in narrow.missing
     disk = make([offer("a", disk=1 * MB), offer("b"), offer("c")])
     assert "of disk" in next(p.why for p in disk.places if p.peer == "a")
 
