@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import os
 import socket
 import ssl
 from collections import Counter
@@ -412,7 +413,15 @@ class Host:
             raise
         if failure or not started:
             error = failure[0] if failure else LinkError("cancelled")
-            raise LinkError(f"cannot reach {address.first_hop}: {error}", peer=address.peer) from error
+            # A socket's own error names the address once more, as Python writes it; getaddrinfo's and TLS's do not.
+            why = str(error)
+            if (
+                isinstance(error, OSError)
+                and not isinstance(error, socket.gaierror | ssl.SSLError)
+                and error.errno
+            ):
+                why = os.strerror(error.errno)
+            raise LinkError(f"cannot reach {address.first_hop}: {why}", peer=address.peer) from error
         if started[0].closed.is_set():
             raise LinkError(f"cannot reach {address.first_hop}: {started[0].reason}", peer=address.peer)
         return started[0]

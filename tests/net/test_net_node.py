@@ -102,7 +102,7 @@ async def test_an_unknown_protocol_and_an_unknown_peer_are_said_in_one_line() ->
             await d.connect(a.peer_id, [nonsense, *a.addresses(), elsewhere])
         dead = f"/ip4/127.0.0.1/tcp/1/p2p/{a.peer_id}"
         async with nodes(1) as (c,):
-            with pytest.raises(LinkError, match="cannot reach"):
+            with pytest.raises(LinkError, match=r"cannot reach .*: Connection refused"):
                 await c.connect(a.peer_id, [dead])
 
 
