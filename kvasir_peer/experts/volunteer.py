@@ -49,6 +49,7 @@ HEARTBEAT_WAIT = 8.0  # seconds that it holds a coverage report: the heartbeat, 
 PROGRESS_SECONDS = 2.0  # between two reports of a download
 # Serving, after the bridge was lost: quick, as its experts stay out of the map until it has heard of them.
 HEARTBEAT_DELAYS = (0.25, 0.5, 1.0, 2.0)
+LEAST_BETWEEN = 2.0  # seconds between two offers: one that is kept out is told so at once
 REST_SECONDS = 1.0  # between giving a lease back, or retiring, and the next offer
 MAX_ASKERS = 4  # peers that fetch chunks from here at once: the owner's uplink is theirs first
 FRAME_BUFFERS = 16  # frames that the engine may hold, over all dispatchers
@@ -279,10 +280,11 @@ class Volunteer:
     async def _volunteer(self) -> None:
         """Ask, fetch, load, serve until retired."""
         self._set("idle", "waits until it is needed")
+        began = trio.current_time()
         given = await self._market.ask(self._offer(wait=IDLE_WAIT))
         if not given.assigned:
             self._set("idle", given.why or "not needed at present")
-            await trio.sleep(0.2)
+            await trio.sleep_until(max(began + LEAST_BETWEEN, trio.current_time() + 0.2))
             return
         self._leases += 1
         self._given = given
