@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
 import trio
 
 from kvasir_peer.agent.chunk_transfer import Download, TransferProgress, serve_chunks
@@ -141,6 +142,7 @@ class Volunteer:
         self._map_event = trio.Event()
         self._given: Given | None = None
         self._leases = self._retired = 0
+        self._asking = False
         self._askers: set[Link] = set()
         self._given_bytes = 0
         self._held_model = ""
@@ -252,6 +254,8 @@ class Volunteer:
 
     async def _leave(self, reason: str) -> None:
         given, self._given = self._given, None
+        if self._asking:
+            await self._withdraw()
         await self._server.drain(reason)
         if given is not None:
             try:
@@ -260,6 +264,17 @@ class Volunteer:
             except KvasirError as error:
                 logger.info("the bridge was not told of the leave: %s", error)
             await self._free()
+
+    async def _withdraw(self) -> None:
+        """Offer nothing in place of what the bridge still holds: it would lease experts to a peer that is gone."""
+        self._asking = False
+        try:
+            with trio.move_on_after(1.5):
+                answer = await self._market.ask(msgspec.structs.replace(self._offer(), memory=0, disk=0))
+                if answer.assigned:
+                    await self._market.ask(self._offer(lease=answer.lease, give_back=True))
+        except KvasirError as error:
+            logger.info("the bridge was not told that nothing is offered any more: %s", error)
 
     async def _free(self) -> None:
         self._store.unpin("volunteer")
@@ -281,7 +296,9 @@ class Volunteer:
         """Ask, fetch, load, serve until retired."""
         self._set("idle", "waits until it is needed")
         began = trio.current_time()
+        self._asking = True
         given = await self._market.ask(self._offer(wait=IDLE_WAIT))
+        self._asking = False
         if not given.assigned:
             self._set("idle", given.why or "not needed at present")
             await trio.sleep_until(max(began + LEAST_BETWEEN, trio.current_time() + 0.2))

@@ -112,6 +112,17 @@ def test_a_roll_that_is_old_or_of_another_model_or_no_roll_calls_nobody() -> Non
         assert decode_roll(wrong, name, now).workers == ()
 
 
+async def test_who_is_paused_while_it_waits_is_given_no_lease(tmp_path: Path) -> None:
+    async with bridge(tmp_path) as b, volunteer(b, tmp_path / "one", disk=QUARTER) as one:
+        await until(lambda: one.node.peer_id in b.service._state.waiting)
+        one.volunteer.pause()
+        await until(lambda: one.node.peer_id not in b.service._state.waiting)
+        b.saturate()
+        assert b.service._state.leases == {} and b.service._state.granted == 0
+        one.volunteer.resume()
+        await one.serves()
+
+
 async def test_volunteers_serve_on_over_a_restart_of_the_bridge(tmp_path: Path) -> None:
     me = Identity.generate()
 
