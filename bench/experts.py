@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import secrets
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -109,6 +110,7 @@ class Measured:
         passes: seconds that its engine spent with passes, own experts apart.
         volunteers_cpu: processor time of the volunteers' processes, engines included, seconds.
         batches: passes that ended.
+        step: seconds between two of them, median.
     """
 
     seconds: float
@@ -120,6 +122,7 @@ class Measured:
     passes: float
     volunteers_cpu: float
     batches: int
+    step: float
 
     @property
     def rate(self) -> float:
@@ -239,11 +242,13 @@ async def measure(count: int, setup: Setup, seconds: float) -> Measured:
     """With so many volunteers."""
     shape = shape_of(setup.model)
     tokens = batches = 0
+    times_told: list[float] = []
 
     def tell(outputs: tuple[ring.Output, ...], ended: tuple[ring.Ended, ...]) -> None:
         nonlocal tokens, batches
         tokens += len(outputs)
         batches += 1
+        times_told.append(time.monotonic())
         for _ in ended:
             nursery.start_soon(ask)
 
@@ -282,7 +287,12 @@ async def measure(count: int, setup: Setup, seconds: float) -> Measured:
             while not all(w.proven for w in dispatcher.statistics().workers):  # noqa: ASYNC110
                 await trio.sleep(0.05)
         widths = Widths(
-            max(256, setup.streams, setup.rows), setup.rows, setup.in_flight, setup.streams, 256, 0
+            max(256, setup.streams, setup.rows * setup.in_flight),
+            setup.rows,
+            setup.in_flight,
+            setup.streams,
+            256,
+            0,
         )
         coordinator = Coordinator(engine, widths, tell, dispatcher)
         nursery.start_soon(coordinator.run)
@@ -320,6 +330,7 @@ async def measure(count: int, setup: Setup, seconds: float) -> Measured:
             (engine.statistics().held_ms - held) / 1e3,
             cpu_seconds(processes) - before[2],
             done[1],
+            statistics.median(b - a for a, b in itertools.pairwise([began, *times_told[-done[1] :]])),
         )
         nursery.cancel_scope.cancel()
         await stack.aclose()
@@ -366,12 +377,12 @@ async def price(rows: Rows, seconds: float) -> None:
     """What layers at a volunteer cost a single request, 13 ms away there and back."""
     setup = Setup(streams=1, floor_ms=0.0, way=0.0065, remote="all")
     layers = shape_of(setup.model).n_layer
-    alone = 1e3 / (await measure(0, setup, seconds)).rate
-    rows.add("one request alone, all experts here", alone, "ms/token")
+    alone = (await measure(0, setup, seconds)).step * 1e3
+    rows.add("one request alone, all experts here, a token", alone, "ms")
     for remote in (1, layers):
         far = Setup(streams=1, floor_ms=0.0, way=0.0065, remote="all", layers=tuple(range(remote)))
-        each = (1e3 / (await measure(1, far, seconds)).rate - alone) / remote
-        rows.add(f"price of each of {remote} remote layers at 13 ms there and back", each, "ms")
+        each = ((await measure(1, far, seconds)).step * 1e3 - alone) / remote
+        rows.add(f"each of {remote} remote layers costs it, 13 ms there and back", each, "ms")
 
 
 async def bytes_of_rows(rows: Rows, seconds: float) -> None:
@@ -394,7 +405,7 @@ async def bytes_of_rows(rows: Rows, seconds: float) -> None:
 async def run(given: argparse.Namespace) -> int:
     seconds = 4.0 if given.quick else 10.0
     rows = Rows()
-    setup = Setup(streams=given.streams, floor_ms=given.floor_ms)
+    setup = Setup(streams=given.streams, floor_ms=given.floor_ms, in_flight=given.in_flight)
     if "throughput" in given.parts:
         await throughput(rows, given.volunteers, setup, seconds)
     if "price" in given.parts:
@@ -413,6 +424,7 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", default=["throughput", "price", "bytes"])
     parser.add_argument("--streams", type=int, default=128)
     parser.add_argument("--floor-ms", type=float, default=3.0)
+    parser.add_argument("--in-flight", type=int, default=8)
     parser.add_argument("--quick", action="store_true", help="4 seconds for each row in place of 10")
     parser.add_argument("--json", type=Path)
     return trio.run(run, parser.parse_args())
