@@ -191,7 +191,7 @@ async def connect(host: Host, relay: Connection, peer: str) -> Connection:
     try:
         with trio.fail_after(HANDSHAKE_S):
             secured = await host.identity.secure_outbound(stream, peer)
-            connection = host.carry_over_stream(secured, stream, relay.remote_peer)
+            connection = host.carry_over_stream(secured, stream, relay)
             await connection.ready.wait()
     except trio.TooSlowError:
         stream.reset("no answer in time")
@@ -299,14 +299,16 @@ class CircuitListener:
 
     async def _take(self, stream: MuxedStream, peer: str) -> None:
         """A circuit of somebody else becomes a connection. Raises LinkError, WireError."""
-        relay = stream.remote_peer
+        relay = stream.connection
+        assert isinstance(relay, Connection)
         secured = await self._host.identity.secure_inbound(stream)
         if secured.remote_peer != peer:
             raise WireError(
-                "unexpected", f"the relay named {peer}, and {secured.remote_peer} came", peer=relay
+                "unexpected",
+                f"the relay named {peer}, and {secured.remote_peer} came",
+                peer=relay.remote_peer,
             )
-        if isinstance(stream.connection, Connection):
-            stream.connection.circuit_at = trio.current_time()
+        relay.circuit_at = trio.current_time()
         self._host.carry_over_stream(secured, stream, relay)
         stream.handed_over = True
 

@@ -112,6 +112,7 @@ class Connection:
         ready: set once the multiplexer was agreed on.
         closed: set once the connection is gone; :attr:`reason` says why.
         circuit_at: when a circuit last came over it, if the other side is a relay of ours; trio's clock.
+        carried_by: the connection to the relay, for a circuit.
         faulty: whether it ended by a mistake of our own code.
     """
 
@@ -141,6 +142,7 @@ class Connection:
         self.reason = ""
         self.circuit_at = float("-inf")
         self.faulty = False
+        self.carried_by: Connection | None = None
         self.opened_at = self.heard_at = trio.current_time()
         self.round_trips: deque[float] = deque(maxlen=ROUND_TRIPS_KEPT)
         self._secured = secured

@@ -505,9 +505,16 @@ class Host:
         else:
             await connections.run_over_duplex(connection, carried)
 
-    def carry_over_stream(self, secured: connections.Secured, stream: MuxedStream, relay: str) -> Connection:
-        """Begin a connection inside a circuit; it lives as long as the stream."""
-        connection = self._new(secured, "relayed", relay)
+    def carry_over_stream(
+        self, secured: connections.Secured, stream: MuxedStream, relay: Connection
+    ) -> Connection:
+        """Begin a connection inside a circuit of ``relay``; it lives as long as the stream.
+
+        A relay that only keeps a place for us is an idle peer; one whose circuits we use has to answer quickly.
+        """
+        connection = self._new(secured, "relayed", relay.remote_peer)
+        connection.carried_by = relay
+        relay.busy += 1
         connections.begin_over_stream(connection, stream)
         return connection
 
@@ -527,6 +534,8 @@ class Host:
 
     def _on_closed(self, connection: Connection, reason: str) -> None:
         self._beginning.pop(connection, None)
+        if connection.carried_by is not None:
+            connection.carried_by.busy -= 1
         if connection.faulty:
             self._fall_back(connection.remote_peer)
         known = self._connections.get(connection.remote_peer, [])

@@ -192,22 +192,18 @@ class RelaySupervisor:
 
     async def _hold(self, connection: Connection) -> None:
         """Hold a place until something fails. Raises LinkError, RefusedError, WireError."""
-        connection.busy += 1
-        try:
-            await self._show_invites(connection)
-            while True:
-                try:
-                    while self._draining is not connection:
-                        await self._reserve(connection)
-                except circuit.RelayRefusedError as error:
-                    if error.reason != circuit.DRAINING:
-                        raise
-                    self.told(connection, serves=False)
-                # It closes the connection when it is done; then this task is cancelled.
-                await self._hurry.wait()
-                self._hurry = trio.Event()
-        finally:
-            connection.busy -= 1
+        await self._show_invites(connection)
+        while True:
+            try:
+                while self._draining is not connection:
+                    await self._reserve(connection)
+            except circuit.RelayRefusedError as error:
+                if error.reason != circuit.DRAINING:
+                    raise
+                self.told(connection, serves=False)
+            # It closes the connection when it is done; then this task is cancelled.
+            await self._hurry.wait()
+            self._hurry = trio.Event()
 
     async def _reserve(self, connection: Connection) -> None:
         """Reserve, and look now and then whether we can be reached, until the reservation has to be refreshed."""
