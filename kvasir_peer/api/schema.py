@@ -251,7 +251,7 @@ class Model(msgspec.Struct):
 
     Attributes:
         context_length: tokens of prompt and answer together.
-        ready: whether it can be served now.
+        ready: whether it can be served now, or as soon as a ring is mended that just broke.
         missing: what is missing, where it is not.
     """
 

@@ -23,7 +23,7 @@ class ServedModel:
         chat_template: its chat template, or None where it has no chat.
         context_length: tokens of a prompt and its answer together, at most.
         created: when it was put up, in seconds since 1970.
-        ready: whether it can be served now.
+        ready: whether it can be served now, or as soon as a ring is mended that just broke.
         missing: what is missing where it is not ready, in a few words for the client.
     """
 

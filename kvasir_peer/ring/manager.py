@@ -204,7 +204,7 @@ class RingManager:
             self._carry_out(decision)
         for peer in self._reports.keys() - self._market.members.keys():
             self._forget(peer)
-        self.requests.waits_for(self.missing())
+        self.requests.waits_for(self.missing(), mending=self._market.mends)
 
     def _carry_out(self, decision: market.Decision) -> None:
         match decision:

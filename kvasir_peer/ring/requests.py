@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 MAX_UNPAIRED_DIGESTS = (
     1024  # batches whose head's or tail's word is still missing; far over what is in flight
 )
+# A new request waits so long for a ring that is being mended: a standby takes over in seconds, and to load a
+# neighbour's layers takes a small model no longer.
+MENDING_SECONDS = 15.0
 DEADLINE_GRACE = 2.0  # seconds after a deadline until the bridge ends an answer that no head has ended
 PAST_DEADLINE = "the deadline passed before the answer was complete"
 
@@ -119,6 +122,8 @@ class RingRequests:
         self._attaching: Link | None = None
         self._codec: Codec | None = None
         self._why_not = "no ring has been planned yet"
+        self._mending = False
+        self._changed = trio.Event()  # whether it serves, or is being mended
         self._places: frozenset[KvPlace] = frozenset()  # of the plan
         self._slots: dict[int, int] = {}  # slot: the request whose token came from it last
         self._gone: set[int] = set()  # cancelled requests of which the head has not been told yet
@@ -162,6 +167,8 @@ class RingRequests:
         # From here on whoever goes says so; those who went in between are told of here.
         self._gone = {active.id for active in going_on if active.id not in self._active}
         self._link, self._attaching = link, None
+        self._mending = False
+        self._tell_of_change()
 
     async def send_cancels(self, link: Link) -> None:
         """Tell the head of those who have gone, for as long as a link lives that was attached."""
@@ -187,10 +194,18 @@ class RingRequests:
         for active in self._active.values():
             active.wake()
 
-    def waits_for(self, why: str) -> None:
-        """Newer words for what is missing, while nothing is served."""
+    def waits_for(self, why: str, *, mending: bool = False) -> None:
+        """Newer words for what is missing, while nothing is served; ``mending``: it will soon serve again."""
         if self._link is None and why:
             self._why_not = why
+        mending = mending and self._link is None
+        if mending != self._mending:
+            self._mending = mending
+            self._tell_of_change()
+
+    def _tell_of_change(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
 
     def give_up(self, why: str) -> None:
         """End the answers that wait for a ring."""
@@ -204,6 +219,11 @@ class RingRequests:
     def attached(self) -> bool:
         """Whether requests can be submitted."""
         return self._link is not None
+
+    @property
+    def admits(self) -> bool:
+        """Whether requests can be submitted, or can wait for a ring that is being mended."""
+        return self._link is not None or self._mending
 
     def links(self) -> list[Link]:
         """The link to the head, if it stands."""
@@ -337,9 +357,13 @@ class RingRequests:
             deadline: on trio's clock.
 
         Raises:
-            NotReadyError: no ring serves; from the iterator too, when a pause was too long.
+            NotReadyError: no ring serves, nor did one that is being mended within ``MENDING_SECONDS``; from the
+                iterator too, when a pause was too long.
             BusyError: from the iterator, before its first token: the queue is full.
         """
+        with trio.move_on_after(MENDING_SECONDS), trio.move_on_at(deadline):
+            while self._link is None and self._mending:
+                await self._changed.wait()
         if self._link is None:
             raise NotReadyError(self._why_not)
         active = _Active(next(self._ids), prompt, max_tokens, sampling, stop_tokens, priority, deadline)

@@ -368,6 +368,11 @@ class MarketState:
     swap: ComingSwap | None = None
     swapped_at: float = -math.inf
 
+    @property
+    def mends(self) -> bool:
+        """Whether a ring that has served is on its way back: nobody is known to be missing."""
+        return self.has_served and self.phase != "serving" and self.uncovered_since is None
+
     def summary(self) -> Mapping[str, object]:
         """For the status page."""
         return {

@@ -143,6 +143,8 @@ class Bridge:
 
     def models(self) -> list[openai.ServedModel]:
         """See :class:`~kvasir_peer.api.openai.CompletionService`."""
+        # A request may come while the ring is being mended: it waits for that.
+        admits = self.ready() or self.manager.requests.admits
         return [
             openai.ServedModel(
                 id=self.model.name,
@@ -150,8 +152,8 @@ class Bridge:
                 chat_template=self.model.chat_template,
                 context_length=self.manager.settings.context_length,
                 created=self._started,
-                ready=self.ready(),
-                missing="" if self.ready() else self._missing(),
+                ready=admits,
+                missing="" if admits else self._missing(),
             )
         ]
 

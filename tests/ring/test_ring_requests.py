@@ -16,7 +16,7 @@ from kvasir_peer.net.link import QUEUED_BYTES, Link, Priority
 from kvasir_peer.net.memory import memory_link_pair
 from kvasir_peer.ring.head import HeadState
 from kvasir_peer.ring.plan import Plan
-from kvasir_peer.ring.requests import DEADLINE_GRACE, RingRequests
+from kvasir_peer.ring.requests import DEADLINE_GRACE, MENDING_SECONDS, RingRequests
 from kvasir_peer.serving.tokens import PAUSE_COMMENT_SECONDS, Token
 from kvasir_peer.serving.widths import Widths
 from kvasir_peer.wire import ring
@@ -227,3 +227,64 @@ async def test_an_answer_ends_at_its_deadline_even_where_no_head_says_so(
             assert asked.error == "the deadline passed before the answer was complete"
             assert 20 < trio.current_time() - began < 20.2 + DEADLINE_GRACE + PAUSE_COMMENT_SECONDS
             assert bridge.requests.statistics().active == 0
+
+
+async def asked_while_mended(bridge: Bridge) -> Asked:
+    """A request that comes while no ring serves; what becomes of it stands in its fields."""
+    asked = Asked()
+
+    async def run() -> None:
+        sampling = msgspec.structs.replace(GREEDY, prompt_length=1)
+        with asked.scope:
+            try:
+                async with bridge.requests.generate([1], 20, sampling, frozenset()):
+                    asked.request = max(bridge.requests.active_ids())
+                    await trio.sleep_forever()
+            except NotReadyError as error:
+                asked.error = str(error)
+
+    bridge.nursery.start_soon(run)
+    await trio.testing.wait_all_tasks_blocked()
+    return asked
+
+
+async def test_a_request_that_comes_while_the_ring_is_mended_goes_to_the_next_head(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with a_bridge() as bridge:
+        await heard(bridge, await bridge.attach())
+        bridge.requests.detach("stage 1 is lost")
+        bridge.requests.waits_for("stages are loading", mending=True)
+        assert bridge.requests.admits and not bridge.requests.attached
+        asked = await asked_while_mended(bridge)
+        await trio.sleep(MENDING_SECONDS - 1)
+        assert asked.error == "" and asked.request == 0
+        link = await bridge.attach(bridge.next([]))
+        assert [type(m) for m in await heard(bridge, link)] == [ring.Resumed, ring.Submit]
+        assert asked.request in bridge.requests.active_ids()
+
+
+async def test_a_request_does_not_wait_for_a_ring_that_nobody_mends(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with a_bridge() as bridge:
+        await bridge.attach()
+        bridge.requests.detach("stage 1 is lost")
+        bridge.requests.waits_for("stages are loading", mending=True)
+        waiting = await asked_while_mended(bridge)
+        bridge.requests.waits_for("1 of 2 stages are here", mending=False)
+        await trio.testing.wait_all_tasks_blocked()
+        assert waiting.error == "1 of 2 stages are here"
+        assert not bridge.requests.admits
+        assert (await asked_while_mended(bridge)).error == "1 of 2 stages are here"
+
+
+async def test_a_request_waits_no_longer_than_it_was_said(autojump_clock: trio.testing.MockClock) -> None:
+    async with a_bridge() as bridge:
+        await bridge.attach()
+        bridge.requests.detach("stage 1 is lost")
+        bridge.requests.waits_for("stages are loading", mending=True)
+        asked = await asked_while_mended(bridge)
+        await trio.sleep(MENDING_SECONDS + 1)
+        assert asked.error == "stages are loading"
+        assert bridge.requests.statistics().active == 0
