@@ -18,9 +18,9 @@ from kvasir_peer.settings import StageSettings
 async def test_a_latecomer_takes_a_place_and_all_answers_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage_market, "SWAP", 0.2)  # peers of one machine are all alike, and any will do
+    monkeypatch.setattr(stage_market, "SWAP", 0.0)  # peers of one machine are all alike, and any will do
     monkeypatch.setattr(stage_market, "SWAP_SETTLED", 0.0)
-    monkeypatch.setattr(stage_market, "SWAP_HOLDS", 0.5)
+    monkeypatch.setattr(stage_market, "SWAP_HOLDS", 0.0)
     monkeypatch.setattr(stage_market, "SWAP_PATIENCE", 0.0)
     async with (
         swarm_in_process(tmp_path, DATA / MODEL, stages=2, boundary="f32", context_length=256) as swarm,
