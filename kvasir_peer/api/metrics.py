@@ -179,7 +179,11 @@ class BridgeCollector(Collector):
         yield labelled(CounterMetricFamily, "requests_ended", "Requests that ended.", ("how",), ended)
         yield counter("requests_resubmitted", "Requests that went on under another epoch.", r.resubmitted)
         yield counter("requests_rewound", "Requests made again in part: a worker lied.", r.rewound)
-        yield counter("suspect_tokens", "Tokens of these that had been handed out.", r.suspect_tokens)
+        yield counter(
+            "suspect_tokens",
+            "Tokens handed out before that may be wrong, of ended answers too.",
+            r.suspect_tokens,
+        )
         yield counter("tokens", "Tokens handed out.", r.tokens)
         yield counter(
             "digest_mismatches",

@@ -132,14 +132,13 @@ class StageExperts:
     def pass_of(self, membership: Membership, stage: int) -> tuple[tuple[int, ...], object]:
         """At which layers the next pass hands out its routed rows, and its context for the engine."""
         table = membership.rows[membership.rows["through"] > stage]
-        passed = self._requests.passes(table, trio.current_time())
+        forgotten = self._requests.passes(table, trio.current_time())
         if self._dispatcher is None:
             return (), None
         exposure = self._dispatcher.exposure
-        for request in passed.ended:
+        # What is computed again stays exposed: tokens that came of it before may have been handed out.
+        for request in forgotten:
             exposure.finished(request)
-        for request, position in passed.rewound:
-            exposure.rewound(request, position)
         layers = self._dispatcher.layers()
         if not layers:
             return (), None
@@ -152,7 +151,7 @@ class StageExperts:
     # -- what must be made again: see :class:`~kvasir_peer.ring.taints.TaintSource` -------------------------------
 
     def taints(self) -> Iterable[tuple[int, tuple[int, int, int]]]:
-        """Requests that used rows of workers that lied, until they have passed again."""
+        """Requests that used rows of workers that lied, until they have passed again, and a little longer."""
         return self._requests.taints()
 
     def taint_news(self) -> trio.Event:
@@ -161,7 +160,7 @@ class StageExperts:
 
     def _caught(self, peer: str, why: str, rewinds: Mapping[int, int]) -> None:
         if self._requests.taint(rewinds):
-            logger.warning("%d requests are computed again since %s lied: %s", len(rewinds), peer, why)
+            logger.warning("%d requests have used rows of %s, which lied: %s", len(rewinds), peer, why)
             self._taint_news.set()
             self._taint_news = trio.Event()
         self._caught_news.set()

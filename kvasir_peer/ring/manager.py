@@ -569,12 +569,12 @@ class RingManager:
             elif is_tail and isinstance(message, ring.Tainted):
                 taints.take(message, link.remote_peer)
                 answers, tokens = self.requests.tainted(message)
-                if answers:
+                if answers or tokens:
                     self._tell(
                         Progress(
                             "problem",
                             f"a worker of stage {message.stage + 1} lied: {answers} answers are computed again from "
-                            f"there, {tokens} tokens of theirs were given out before",
+                            f"there, {tokens} tokens that may be wrong were given out before",
                         )
                     )
             elif not is_tail and isinstance(message, ring.Composed):

@@ -36,6 +36,9 @@ MAX_UNPAIRED_DIGESTS = (
 # A new request waits so long for a ring that is being mended: a standby takes over in seconds, and to load a
 # neighbour's layers takes a small model no longer.
 MENDING_SECONDS = 15.0
+REMEMBERED_ENDED = (
+    1024  # answers that ended last: a word on a worker that lied, come late, counts their tokens
+)
 DEADLINE_GRACE = 2.0  # seconds after a deadline until the bridge ends an answer that no head has ended
 PAST_DEADLINE = "the deadline passed before the answer was complete"
 
@@ -51,7 +54,8 @@ class RequestStatistics:
         digest_mismatches: batches in which head and tail did not name the same membership.
         resubmitted: requests that went on under another epoch.
         rewound: requests that were computed again because a worker of theirs lied.
-        suspect_tokens: tokens of these that had been handed out before, from the first wrong value on; they stay.
+        suspect_tokens: tokens that had been handed out before, from the first value on that may be wrong, of these and
+            of the last answers that had ended by then; they stay.
     """
 
     active: int
@@ -64,6 +68,31 @@ class RequestStatistics:
     resubmitted: int
     rewound: int
     suspect_tokens: int
+
+
+@dataclass(slots=True)
+class _Suspect:
+    """Which places of one text were counted as suspect: one range of positions."""
+
+    first: int = 0
+    end: int = 0
+
+    def more(self, first: int, end: int) -> int:
+        """Places of ``[first, end)`` that were not counted before; they are now."""
+        if first > self.end:
+            self.first = self.end = first
+        count = max(0, self.first - first) + max(0, end - self.end)
+        self.first, self.end = min(first, self.first), max(end, self.end)
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class _Over:
+    """What stays of an answer for a while."""
+
+    prompt: int
+    end: int
+    suspect: _Suspect
 
 
 @dataclass
@@ -80,7 +109,7 @@ class _Active:
     computed: int = 0  # positions that had been computed into the slot when the last token came
     sound: int = 1 << 62  # of which, in this epoch, no more than these are known to be right
     held_by: frozenset[KvPlace] = frozenset()  # who has kept them since
-    suspect: tuple[int, int] = (0, 0)  # positions of tokens that were counted as suspect
+    suspect: _Suspect = field(default_factory=_Suspect)
     ready: list[Token] = field(default_factory=list)
     news: trio.Event = field(default_factory=trio.Event)
     error: Exception | None = None
@@ -89,6 +118,10 @@ class _Active:
     def wake(self) -> None:
         self.news.set()
         self.news = trio.Event()
+
+    def over(self) -> _Over:
+        """What is to be known of it when it ends here."""
+        return _Over(len(self.prompt), len(self.prompt) + len(self.tokens), self.suspect)
 
     def caches(self, plan: Plan) -> tuple[int, ...]:
         """Positions that each stage of a plan holds; empty where none does."""
@@ -115,6 +148,7 @@ class RingRequests:
 
     def __init__(self) -> None:
         self._active: dict[int, _Active] = {}
+        self._over: dict[int, _Over] = {}  # the last that ended, oldest first
         # Ids must not repeat across restarts of a bridge while a head still knows old ones.
         self._ids = itertools.count(secrets.randbits(62))
         self._plan: Plan | None = None
@@ -278,24 +312,20 @@ class RingRequests:
         """A stage's worker lied: what came of its rows is computed again.
 
         Returns:
-            Answers that this touches, and tokens of theirs that were handed out and may be wrong.
+            Answers that go on from there again, and tokens that were handed out and may be wrong, of answers that have
+            ended too.
         """
         answers = tokens = 0
         for request, _, position in message.rewinds:
             active = self._active.get(request)
-            if active is None or active.done:
-                continue
-            answers += 1
-            active.sound = min(active.sound, position)
-            active.computed = min(active.computed, position)
-            # The token behind the wrong position is the first that may be wrong; none is counted twice.
-            first = max(position + 1, len(active.prompt))
-            end = len(active.prompt) + len(active.tokens)
-            known_first, known_end = active.suspect
-            if first > known_end:
-                known_first = known_end = first
-            tokens += max(0, known_first - first) + max(0, end - known_end)
-            active.suspect = (min(first, known_first), max(end, known_end))
+            if active is not None and not active.done:
+                answers += 1
+                active.sound = min(active.sound, position)
+                active.computed = min(active.computed, position)
+            text = active.over() if active is not None else self._over.get(request)
+            if text is not None:
+                # The token behind the wrong position is the first that may be wrong; none is counted twice.
+                tokens += text.suspect.more(max(position + 1, text.prompt), text.end)
         self._rewound += answers
         self._suspect_tokens += tokens
         return answers, tokens
@@ -374,6 +404,9 @@ class RingRequests:
             yield self._tokens_of(active)
         finally:
             self._active.pop(active.id, None)
+            self._over[active.id] = active.over()
+            if len(self._over) > REMEMBERED_ENDED:
+                del self._over[next(iter(self._over))]
             if active.done:
                 self._finished += 1
             elif active.error is not None:

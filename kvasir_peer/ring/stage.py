@@ -467,6 +467,8 @@ class StageEpoch:
         layers: tuple[int, ...] = ()
         context: object = None
         if self.experts is not None:
+            # Before the pass shows whether it makes void values again: what came of them is counted too.
+            await self._say_taints(self.experts)
             layers, context = self.experts.pass_of(rows, self.index)
             # A batch that builds on void values is not to overtake the word on them.
             await self._say_taints(self.experts)
@@ -514,8 +516,9 @@ class StageEpoch:
 
     async def _say_taints(self, experts: TaintSource) -> None:
         async with self._speaking:  # messages are numbered
-            for message in self._speaker.fresh(experts.taints()):
-                await self._pass_on(message)
+            while messages := self._speaker.fresh(experts.taints()):
+                for message in messages:
+                    await self._pass_on(message)
 
     async def _pass_on_early(self) -> None:
         """What came before the links to the next ones were open."""

@@ -30,7 +30,7 @@ class TaintSource(Protocol):
     """What a stage knows of rows that were wrong."""
 
     def taints(self) -> Iterable[tuple[int, Rewind]]:
-        """What the head is still to make again, with a number that grows with each piece of news."""
+        """What the head is to make again and the bridge to count, with a number that grows with each piece of news."""
         ...
 
     def taint_news(self) -> trio.Event:

@@ -301,6 +301,10 @@ class Scheduler:
         self._restart(live, [min(v, position, len(live.tokens) - 1) for v in live.valid], now)
         return True
 
+    def count_on_from(self, incarnation: int) -> None:
+        """Incarnations begun from now on are newer than this one, which another scheduler may have given."""
+        self._slots.count_on_from(incarnation)
+
     def extend(self, request_id: int, tokens: Sequence[int], now: float) -> None:
         """Take over tokens of a live request that were made, and never came back here; nothing is emitted.
 

@@ -14,6 +14,9 @@ class SlotTable:
     def __init__(self, count: int) -> None:
         self._free: deque[int] = deque(range(count))
         self._incarnations = [0] * count
+        self._void = (
+            0  # the newest incarnation that another counter may have given, and that no longer counts
+        )
         self._holders: dict[int, int] = {}
         self._last: list[int | None] = [None] * count
 
@@ -45,8 +48,12 @@ class SlotTable:
 
     def renew(self, slot: int) -> int:
         """Start another incarnation: everything computed under the former ones no longer counts."""
-        self._incarnations[slot] += 1
+        self._incarnations[slot] = max(self._incarnations[slot], self._void) + 1
         return self._incarnations[slot]
+
+    def count_on_from(self, incarnation: int) -> None:
+        """Incarnations begun from now on are newer than this one, in all slots."""
+        self._void = max(self._void, incarnation)
 
     def release(self, slot: int, request: int) -> tuple[int, int]:
         """Take the slot back; returns ``(slot, last incarnation)``."""
