@@ -124,6 +124,7 @@ class _Pass:
     membership: bytes
     layers: tuple[int, ...]
     context: object
+    begun: bool = False  # whether it has handed out rows, or is done
 
     async def result(self) -> PassDone:
         """One layer of experts; the token follows from the sums of the row and nothing else."""
@@ -138,12 +139,14 @@ class _Pass:
             job = next(engine._jobs)
             waiting = engine._resumed[job] = (trio.Event(), list[bytes]())
             encode_rows(ids, weights, x, "f32", engine.buffer(self.buffer))
+            self.begun = True
             engine.routed(RoutedPass(job, self.buffer, 0, len(rows), 1, self.context))
             await waiting[0].wait()
             del engine._resumed[job]
             sums = np.frombuffer(waiting[1][0], np.float32).reshape(len(rows), WIDTH)
         else:
             sums = engine.sums(0, ids, weights, x)
+        self.begun = True
         engine._passes += 1
         wanted = np.flatnonzero(rows["flags"] & FLAG_OUTPUT)
         outputs = tuple(
