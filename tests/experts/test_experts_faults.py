@@ -133,9 +133,14 @@ async def test_eight_texts_stay_the_same_whatever_workers_do() -> None:
         running = await stack.enter_async_context(coordinator(swarm, remote="all"))
         await running.wire(*workers)
         first, more = 0, itertools.count(1_000_000)
+        gone: list[Worker] = []
         for turn, (name, cause) in enumerate(events):
             one = workers[turn % 3]
-            await mended(running, one, more)  # it may still be out for what it did before
+            for each in workers:
+                if each not in gone:
+                    await mended(running, each, more)  # it may still be out for what was done to it before
+            if cause in (stop, kill):
+                gone.append(one)
             before = running.dispatcher.statistics().remote_pairs
             requests = range(first, first + STREAMS)
             first += STREAMS
