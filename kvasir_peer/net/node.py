@@ -35,6 +35,8 @@ HELLO_S = 10.0  # for a link's first message
 WELCOME_S = 2.0  # for the answer to it
 RESCUE_S = 3.0  # for a link whose connection was lost while another one to the same peer lives
 ATTEMPT_DELAY_S = 0.3  # head start of an address over the next one
+# For the streams of links that have moved to end, so that a relay that shuts down need not wait for their circuit.
+OLD_WAY_LOOKS, OLD_WAY_LOOK_S = 100, 0.05
 PUSH_S = 10.0  # for an identify push to come after its stream was opened
 
 IDENTIFY_PUSH = "/ipfs/id/push/1.0.0"
@@ -230,6 +232,11 @@ class Node:
             for link in links:
                 if link.runs_over(old):
                     await self._move(link, new)
+            # A link that has moved ends its stream when the other side has taken the last frame of the old way.
+            for _ in range(OLD_WAY_LOOKS):
+                if not old.mux.streams:
+                    break
+                await trio.sleep(OLD_WAY_LOOK_S)
             if not old.mux.streams:
                 old.close("it went through a relay that is shutting down")
             return
