@@ -1,6 +1,7 @@
 """The elastic loop, live: a swarm that grows under load, shrinks when it ends, and is warm for the next surge.
 
-    python bench/elastic.py [--model FILE.gguf] [--volunteers 8] [--disk 700000] [--svg FILE] [--json FILE]
+    python bench/elastic.py [--model FILE.gguf] [--volunteers 8] [--disk 700000] [--quick] [--svg FILE]
+        [--json FILE] [--timeline FILE]
     python bench/elastic.py --demo --model FILE.gguf --volunteers 4 --disk 40M     (make demo-experts)
 
 A relay, a bridge without a ring, a coordinator and idle volunteers, each a process of its own, meet only through the
@@ -37,6 +38,9 @@ PERIOD = 0.5  # seconds between two samples
 CLIENTS = 6
 QUIET = ["--no-direct", "--json-progress"]
 FLOOR_MS = 1.0  # of the coordinator's own experts per row and expert: a machine worth helping
+# The same in the demo, where a token takes 240 of them: all are one machine, of which volunteers would only take the
+# coordinator's own time.
+DEMO_FLOOR_MS = 0.2
 
 
 @dataclass
@@ -152,7 +156,7 @@ class Swarm:
 async def start(
     run: Run, children: Children, home: Path, model: Path, volunteers: int, disk: str, demo: bool
 ) -> Swarm:
-    floor_ms = 0.0 if demo else FLOOR_MS
+    floor_ms = DEMO_FLOOR_MS if demo else FLOOR_MS
     swarm = Swarm(run, children, home, disk, QUIET if demo else [*QUIET, "--precision", "exact"])
     quiet = QUIET
     await children.start(
@@ -255,7 +259,8 @@ async def chat(run: Run, question: str) -> None:
 
 
 async def demo(run: Run, nursery: trio.Nursery, volunteers: int, question: str) -> None:
-    run.mark("calm: the coordinator computes everything itself")
+    run.mark(f"the coordinator is a slow machine here: {DEMO_FLOOR_MS} ms for a row and expert, 240 a token")
+    run.mark("calm: it computes everything itself")
     await chat(run, question)
     stop = trio.Event()
     run.mark("three clients come at once")
@@ -304,12 +309,26 @@ async def until(run: Run, condition: Callable[[Sample], bool], seconds: float, w
 
 @dataclass
 class Row:
-    """One rule of the loop, as it was seen; ``found`` in words or in ``unit``."""
+    """One rule of the loop, as it was seen.
+
+    Attributes:
+        found, goal: in words.
+        value, unit, most: where the rule is a number that must not be larger; else the value is 1 where it holds, or 0.
+    """
 
     name: str
     goal: str
     found: str
     holds: bool
+    value: float
+    unit: str = ""
+    most: float | None = None
+
+    def as_json(self) -> dict[str, object]:
+        """As :mod:`rows` has it, and what was found in words."""
+        goal = ">= 1" if self.most is None else f"<= {self.most:g}"
+        row = {"name": self.name, "value": round(self.value, 3), "unit": self.unit, "goal": goal}
+        return row | {"holds": self.holds, "remark": f"{self.found} (goal: {self.goal})"}
 
 
 class Rules:
@@ -320,11 +339,14 @@ class Rules:
         self.rows: list[Row] = []
 
     def row(self, name: str, goal: str, found: str, holds: bool) -> None:
-        self.rows.append(Row(name, goal, found, holds))
-        self._run.mark(f"{'holds' if holds else 'BROKEN'}: {name}: {found} (goal: {goal})")
+        self._add(Row(name, goal, found, holds, float(holds)))
 
     def within(self, name: str, seconds: float, most: float) -> None:
-        self.row(name, f"at most {most:g} s", f"{seconds:.1f} s", seconds <= most)
+        self._add(Row(name, f"at most {most:g} s", f"{seconds:.1f} s", seconds <= most, seconds, "s", most))
+
+    def _add(self, row: Row) -> None:
+        self.rows.append(row)
+        self._run.mark(f"{'holds' if row.holds else 'BROKEN'}: {row.name}: {row.found} (goal: {row.goal})")
 
 
 Cells = list[list[int]]
@@ -628,11 +650,17 @@ def main() -> int:
         help="of a volunteer's experts, where it is worth looking at memory",
     )
     parser.add_argument("--svg", type=Path, help="draw the timeline")
-    parser.add_argument("--json", type=Path, help="write the rules, the timeline and what happened")
+    parser.add_argument("--json", type=Path, help="write the rules as rows: name, value, unit, goal, holds")
+    parser.add_argument("--timeline", type=Path, help="write the samples and what happened, as JSON")
+    parser.add_argument(
+        "--quick", action="store_true", help="the same: the loop's own periods take two minutes"
+    )
     parser.add_argument("--demo", action="store_true", help="a short run with a chat")
     parser.add_argument("--prompt", default="Why is the sky blue? Answer in one short sentence.")
     parser.add_argument("--home", type=Path, help="keep the processes' folders and logs here")
     given = parser.parse_args()
+    if not given.model.is_file():
+        parser.error(f"{given.model}: no such file; `make demo-experts` makes the one of the demo")
     os.environ.setdefault("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "relay")]))
     with tempfile.TemporaryDirectory(prefix="kvasir-elastic-") as home:
         run = Run()
@@ -642,12 +670,10 @@ def main() -> int:
     for row in rules.rows:
         print(f"{'holds ' if row.holds else 'BROKEN'}  {row.name}: {row.found} (goal: {row.goal})")
     if given.json is not None:
-        found = {
-            "rows": [asdict(row) for row in rules.rows],
-            "timeline": [asdict(sample) for sample in run.samples],
-            "marks": run.marks,
-        }
-        given.json.write_text(json.dumps(found, indent=1))
+        given.json.write_text(json.dumps([row.as_json() for row in rules.rows], indent=1) + "\n")
+    if given.timeline is not None:
+        found = {"timeline": [asdict(sample) for sample in run.samples], "marks": run.marks}
+        given.timeline.write_text(json.dumps(found, indent=1) + "\n")
     if given.svg is not None:
         given.svg.write_text(draw(run))
         print(f"drawn to {given.svg}")

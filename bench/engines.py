@@ -69,9 +69,11 @@ class Row:
     remark: str
 
     def as_json(self) -> dict[str, object]:
-        """What is kept: no goal and no verdict where nothing was run."""
+        """What is kept, as :mod:`rows` has it, and the remark."""
         value = "not run" if self.value is None else round(self.value, 4)
-        row = {"name": self.name, "value": value, "unit": self.unit, "goal": self.goal, "holds": self.holds}
+        sign = "<=" if self.unit in ("s", "of the step") else ">="  # what is a time, or lost, should be small
+        goal = "" if self.goal is None else f"{sign} {self.goal:g}"
+        row = {"name": self.name, "value": value, "unit": self.unit, "goal": goal, "holds": self.holds}
         return row | {"remark": self.remark}
 
     def __str__(self) -> str:

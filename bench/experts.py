@@ -370,7 +370,7 @@ async def throughput(rows: Rows, counts: list[int], setup: Setup, seconds: float
                 f"{'':10}  volunteers busy {m.of_workers('held_s') / m.seconds / count:.0%}; the first one: "
                 f"{worker.latency_ms:.0f} ms a frame, {worker.way_ms:.0f} on the way, {worker.pair_ms:.2f} a pair"
             )
-            rows.add(f"{count} volunteers, of linear", share, "", "0.8", share >= 0.8)
+            rows.add(f"{count} volunteers, of linear", share, "times", ">= 0.8", share >= 0.8)
 
 
 async def price(rows: Rows, seconds: float) -> None:
@@ -399,7 +399,7 @@ async def bytes_of_rows(rows: Rows, seconds: float) -> None:
     for way, counter in (("out", "bytes_out"), ("back", "bytes_in")):
         each = m.of_workers(counter) / m.of_workers("rows")
         name = f"bytes of a row and layer, {way}, of 2 x n_embd ({plain})"
-        rows.add(name, each / plain, "", "0.9 to 1.1", 0.9 <= each / plain <= 1.1)
+        rows.add(name, each / plain, "times", "<= 1.1", each / plain <= 1.1)
 
 
 async def run(given: argparse.Namespace) -> int:

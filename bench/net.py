@@ -35,6 +35,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from proxy import tcp_proxy
+from rows import Rows
 
 from kvasir_peer.net import maddr
 from kvasir_peer.net.link import Link, Priority
@@ -206,24 +207,11 @@ class Side:
         return (local + await self.remote_cpu() - remote) / count
 
 
-class Table:
-    """Rows of results, printed as they come."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, object]] = []
-
-    def add(self, name: str, value: float, unit: str, goal: str = "", holds: bool | None = None) -> None:
-        """Add a row; ``goal`` says in words what ``holds`` judges."""
-        self.rows.append({"name": name, "value": round(value, 4), "unit": unit, "goal": goal, "holds": holds})
-        mark = "" if holds is None else ("  holds" if holds else "  MISSED")
-        print(f"{name:<62} {value:>10.3f} {unit:<6} {goal}{mark}", flush=True)
-
-
 def median_ms(samples: list[float]) -> float:
     return statistics.median(samples) * 1000
 
 
-async def against_tls(table: Table, ours: Side, tls: Side, quick: bool) -> None:
+async def against_tls(rows: Rows, ours: Side, tls: Side, quick: bool) -> None:
     rounds, echoes, bulks = (3, 60, 12) if quick else (8, 150, 25)
     sides = {"kvasir": ours, "tls": tls}
     for size in (1024, 16 * 1024, 256 * 1024):
@@ -237,33 +225,33 @@ async def against_tls(table: Table, ours: Side, tls: Side, quick: bool) -> None:
                     await side.round_trip(frame) for _ in range(echoes if size < 10**5 else echoes // 6)
                 ]
         for name in sides:
-            table.add(f"round trip, {size // 1024} KB, {name}, median", median_ms(samples[name]), "ms")
+            rows.add(f"round trip, {size // 1024} KB, {name}, median", median_ms(samples[name]), "ms")
         ratio = statistics.median(samples["kvasir"]) / statistics.median(samples["tls"])
         if size == 16 * 1024:
-            table.add("round trip, 16 KB, against TLS", ratio, "x", "<= 1.2", ratio <= 1.2)
+            rows.add("round trip, 16 KB, against TLS", ratio, "x", "<= 1.2", ratio <= 1.2)
         else:
-            table.add(f"round trip, {size // 1024} KB, against TLS", ratio, "x")
+            rows.add(f"round trip, {size // 1024} KB, against TLS", ratio, "x")
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, side in sides.items():
             rates[name].append(await side.bulk(4 * 1024 * 1024, bulks))
     for name in sides:
-        table.add(f"bulk, 4 MB frames, {name}, median", statistics.median(rates[name]) / 1e6, "MB/s")
+        rows.add(f"bulk, 4 MB frames, {name}, median", statistics.median(rates[name]) / 1e6, "MB/s")
     ratio = statistics.median(rates["kvasir"]) / statistics.median(rates["tls"])
-    table.add("bulk, 4 MB frames, against TLS", ratio, "x", ">= 1.2", ratio >= 1.2)
+    rows.add("bulk, 4 MB frames, against TLS", ratio, "x", ">= 1.2", ratio >= 1.2)
     costs: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, side in sides.items():
             costs[name].append(await side.cpu_per_echo(1024, 4 * echoes))
     for name in sides:
-        table.add(
+        rows.add(
             f"CPU for a 1 KB echo, both ends, {name}, median", statistics.median(costs[name]) * 1e6, "us"
         )
     ratio = statistics.median(costs["kvasir"]) / statistics.median(costs["tls"])
-    table.add("CPU for a 1 KB echo, against TLS", ratio, "x", "<= 1.0", ratio <= 1.0)
+    rows.add("CPU for a 1 KB echo, against TLS", ratio, "x", "<= 1.0", ratio <= 1.0)
 
 
-async def beside_bulk(table: Table, ours: Side, bulk: Side, quick: bool) -> None:
+async def beside_bulk(rows: Rows, ours: Side, bulk: Side, quick: bool) -> None:
     """A small frame every 4 ms, alone and beside bulk on another stream of the same connection, by turns."""
     frame = os.urandom(1024)
     quiet: list[float] = []
@@ -288,13 +276,13 @@ async def beside_bulk(table: Table, ours: Side, bulk: Side, quick: bool) -> None
         with trio.move_on_after(0.5):
             while True:
                 await bulk.receive()
-    table.add("round trip, 1 KB, paced, quiet, median", median_ms(quiet), "ms")
-    table.add("round trip, 1 KB, paced, beside bulk, median", median_ms(busy), "ms")
+    rows.add("round trip, 1 KB, paced, quiet, median", median_ms(quiet), "ms")
+    rows.add("round trip, 1 KB, paced, beside bulk, median", median_ms(busy), "ms")
     ratio = statistics.median(busy) / statistics.median(quiet)
-    table.add("round trip, 1 KB, beside bulk against quiet", ratio, "x", "<= 2.0", ratio <= 2.0)
+    rows.add("round trip, 1 KB, beside bulk against quiet", ratio, "x", "<= 2.0", ratio <= 2.0)
 
 
-async def over_a_line(table: Table, where: dict[str, object]) -> None:
+async def over_a_line(rows: Rows, where: dict[str, object]) -> None:
     """20 ms each way and 40 MB/s: how fast is the second second of a transfer, and the first."""
     target = maddr.parse(where["addresses"][0])  # type: ignore[index]
     async with (
@@ -326,19 +314,19 @@ async def over_a_line(table: Table, where: dict[str, object]) -> None:
             nursery.cancel_scope.cancel()
         second = [(at, total) for at, total in rates if 1.0 <= at <= 2.0]
         rate = (second[-1][1] - second[0][1]) / (second[-1][0] - second[0][0])
-        table.add(
+        rows.add(
             "line of 20 ms and 40 MB/s: rate in the second second",
             rate / 1e6,
             "MB/s",
             ">= 36",
             rate >= 36e6,
         )
-        table.add("line of 20 ms and 40 MB/s: round trip, 1 KB, quiet", median_ms(quiet), "ms")
-        table.add("line of 20 ms and 40 MB/s: round trip, 1 KB, beside bulk", median_ms(beside), "ms")
+        rows.add("line of 20 ms and 40 MB/s: round trip, 1 KB, quiet", median_ms(quiet), "ms")
+        rows.add("line of 20 ms and 40 MB/s: round trip, 1 KB, beside bulk", median_ms(beside), "ms")
 
 
-async def measure(quick: bool, pem: str, where: dict[str, object]) -> Table:
-    table = Table()
+async def measure(quick: bool, pem: str, where: dict[str, object]) -> Rows:
+    rows = Rows()
     context = ssl.create_default_context(cafile=pem)
     async with Node.open(secrets.token_bytes(32)) as node:
         peer = str(where["peer"])
@@ -349,10 +337,10 @@ async def measure(quick: bool, pem: str, where: dict[str, object]) -> Table:
         frames = TlsFrames(trio.SSLStream(raw, context, server_hostname="127.0.0.1"))
         ours = Side(link.send, link.receive)
         tls = Side(lambda frame, priority: frames.send(frame), frames.receive)
-        await against_tls(table, ours, tls, quick)
-        await beside_bulk(table, ours, Side(bulk.send, bulk.receive), quick)
-        await over_a_line(table, where)
-    return table
+        await against_tls(rows, ours, tls, quick)
+        await beside_bulk(rows, ours, Side(bulk.send, bulk.receive), quick)
+        await over_a_line(rows, where)
+    return rows
 
 
 def main() -> int:
@@ -378,13 +366,12 @@ def main() -> int:
         try:
             assert server.stdout is not None
             where = json.loads(server.stdout.readline())
-            table = trio.run(measure, arguments.quick, pem, where)
+            rows = trio.run(measure, arguments.quick, pem, where)
         finally:
             server.kill()
             server.wait()
-    if arguments.json:
-        arguments.json.write_text(json.dumps(table.rows, indent=1) + "\n")
-    return 0 if all(row["holds"] is not False for row in table.rows) else 1
+    rows.write(arguments.json)
+    return 0 if not rows.missed else 1
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import trio
+from rows import Rows
 
 from kvasir_peer.errors import LinkError
 from kvasir_peer.identity import Identity
@@ -40,22 +40,6 @@ from kvasir_peer.net.yamux import MuxedStream, Priority
 ROOT = Path(__file__).resolve().parent.parent
 ECHO, SINK = "/bench/echo/1", "/bench/sink/1"
 KIB, MIB, GIB = 2**10, 2**20, 2**30
-
-Row = dict[str, Any]
-
-
-class Rows:
-    """The table, printed as it grows."""
-
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
-
-    def add(self, name: str, value: float, unit: str, goal: str = "", holds: bool | None = None) -> None:
-        self.rows.append(
-            {"name": name, "value": round(value, 4), "unit": unit, "goal": goal or None, "holds": holds}
-        )
-        verdict = "" if holds is None else ("  holds" if holds else "  MISSED")
-        print(f"{name:58} {value:10.3f} {unit:10} {goal:14}{verdict}", flush=True)
 
 
 # --- the peer that answers ---------------------------------------------------------------------------------------
@@ -488,9 +472,8 @@ def main() -> int:
                     relay.stop()
         if not options.only or options.only in "idle":
             idle(rows, home, options.quick)
-    if options.json:
-        options.json.write_text(json.dumps(rows.rows, indent=1) + "\n")
-    return 0 if all(row["holds"] is not False for row in rows.rows) else 1
+    rows.write(options.json)
+    return 0 if not rows.missed else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""The table that a bench prints as it grows, and writes as JSON: name, value, unit, goal (or null), holds (or null)."""
+"""The table that a bench prints as it grows, and writes as JSON: a list of rows with five fields.
+
+``name``; ``value``, a number, or ``not run``; ``unit``; ``goal``, a comparison such as ``>= 1.3``, empty where there is
+none; ``holds``, null where there is no goal or nothing was run.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+NOT_RUN = "not run"
 
 
 class Rows:
@@ -17,24 +22,22 @@ class Rows:
 
     def add(self, name: str, value: float, unit: str, goal: str = "", holds: bool | None = None) -> None:
         """A number, with its goal and whether it holds where there is one."""
-        self._take(
-            {"name": name, "value": round(value, 6), "unit": unit, "goal": goal or None, "holds": holds}
-        )
+        self._take({"name": name, "value": round(value, 6), "unit": unit, "goal": goal, "holds": holds})
 
     def not_run(self, name: str, why: str) -> None:
         """What could not be measured here, and why."""
-        self._take({"name": name, "value": None, "unit": f"not run: {why}", "goal": None, "holds": None})
+        self._take({"name": name, "value": NOT_RUN, "unit": "", "goal": "", "holds": None}, f"  {why}")
 
-    def _take(self, row: Row) -> None:
+    def _take(self, row: Row, remark: str = "") -> None:
         self.rows.append(row)
-        verdict = "" if row["holds"] is None else ("  holds" if row["holds"] else "  MISSED")
-        value = "" if row["value"] is None else f"{row['value']:.5g}"
-        print(f"{row['name']:66} {value:>10} {row['unit']:12} {row['goal'] or '':14}{verdict}", flush=True)
+        verdict = remark if row["holds"] is None else ("  holds" if row["holds"] else "  MISSED")
+        value = row["value"] if row["value"] == NOT_RUN else f"{row['value']:.5g}"
+        print(f"{row['name']:66} {value:>10} {row['unit']:12} {row['goal']:14}{verdict}", flush=True)
 
     def write(self, file: Path | None) -> None:
         """Keep them as JSON, where a file is given."""
         if file is not None:
-            file.write_text(json.dumps(self.rows, indent=1))
+            file.write_text(json.dumps(self.rows, indent=1) + "\n")
 
     @property
     def missed(self) -> int:
