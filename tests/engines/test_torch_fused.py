@@ -11,7 +11,10 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 HAS_GPU = torch.cuda.is_available()
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="Triton comes with torch's CUDA build; pip install triton to run this",
+)
 
 
 def run(part: str, device: str, **environment: str) -> None:
@@ -28,15 +31,13 @@ def run(part: str, device: str, **environment: str) -> None:
     assert done.stdout.split()[-1] == "same"
 
 
-@pytest.mark.skipif(
-    not HAS_TRITON, reason="Triton comes with torch's CUDA build; pip install triton to run this"
-)
+@needs_triton
 @pytest.mark.parametrize("part", ["kernel", "stack"])
 def test_the_kernel_computes_what_unpacking_first_computes(part: str) -> None:
     run(part, "cpu", TRITON_INTERPRET="1")
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="as above")
+@needs_triton
 def test_the_kernel_compiles_without_a_gpu() -> None:
     run("compile", "cpu", TRITON_INTERPRET="0")
 

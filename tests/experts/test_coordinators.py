@@ -120,6 +120,21 @@ async def bench(count: int, **scripted: int) -> AsyncIterator[Bench]:
         nursery.cancel_scope.cancel()
 
 
+@asynccontextmanager
+async def asking(b: Bench, count: int, begun: int) -> AsyncIterator[list[list[int]]]:
+    """So many clients at once, from when more than ``begun`` tokens have come; at the end all answers are there."""
+    answers: list[list[int]] = []
+
+    async def ask() -> None:
+        answers.append(await b.answer())
+
+    async with trio.open_nursery() as clients:
+        for _ in range(count):
+            clients.start_soon(ask)
+        await until(lambda: b.book.statistics().tokens > begun)
+        yield answers
+
+
 def cut(peer: Scripted) -> None:
     for link in list(peer.links):
         link.close()
@@ -127,15 +142,7 @@ def cut(peer: Scripted) -> None:
 
 async def test_answers_of_a_lost_coordinator_go_on_at_another_without_a_seam() -> None:
     async with bench(2) as b:
-        answers: list[list[int]] = []
-
-        async def ask() -> None:
-            answers.append(await b.answer())
-
-        async with trio.open_nursery() as clients:
-            for _ in range(6):
-                clients.start_soon(ask)
-            await until(lambda: b.book.statistics().tokens > 60)
+        async with asking(b, 6, 60) as answers:
             assert len(b.peers[0].submits) == 3, "requests are shared out"
             cut(b.peers[0])
             b.book.drop(b.peers[0].node.peer_id)
@@ -149,15 +156,7 @@ async def test_answers_of_a_lost_coordinator_go_on_at_another_without_a_seam() -
 async def test_an_answer_that_has_begun_waits_for_a_full_queue_and_a_new_one_is_told() -> None:
     async with bench(2) as b:
         one, two = b.peers
-        answers: list[list[int]] = []
-
-        async def ask() -> None:
-            answers.append(await b.answer())
-
-        async with trio.open_nursery() as clients:
-            for _ in range(2):
-                clients.start_soon(ask)
-            await until(lambda: b.book.statistics().tokens > 10)
+        async with asking(b, 2, 10) as answers:
             two.busy_until = trio.current_time() + 0.5
             cut(one)
             b.book.drop(one.node.peer_id)
@@ -170,15 +169,7 @@ async def test_an_answer_that_has_begun_waits_for_a_full_queue_and_a_new_one_is_
 async def test_a_coordinator_that_is_silent_is_left() -> None:
     async with bench(2) as b:
         one, two = b.peers
-        answers: list[list[int]] = []
-
-        async def ask() -> None:
-            answers.append(await b.answer())
-
-        async with trio.open_nursery() as clients:
-            for _ in range(2):
-                clients.start_soon(ask)
-            await until(lambda: b.book.statistics().tokens > 10)
+        async with asking(b, 2, 10) as answers:
             assert await b.book.slots(two.node.peer_id, 5.0) is not None
             one.mute = True
             for _ in range(coordinators.SILENT_POLLS):
@@ -190,14 +181,7 @@ async def test_a_coordinator_that_is_silent_is_left() -> None:
 async def test_without_a_coordinator_an_answer_waits_for_one_and_then_says_why_it_ends(monkeypatch) -> None:
     monkeypatch.setattr(coordinators, "PAUSE_COMMENT_SECONDS", 0.05)
     async with bench(1) as b:
-        answers: list[list[int]] = []
-
-        async def ask() -> None:
-            answers.append(await b.answer())
-
-        async with trio.open_nursery() as clients:
-            clients.start_soon(ask)
-            await until(lambda: b.book.statistics().tokens > 5)
+        async with asking(b, 1, 5) as answers:
             cut(b.peers[0])  # and it comes back: the bridge dials again by itself
         assert answers == [expected(PROMPT, COUNT)]
         monkeypatch.setattr(coordinators, "PAUSE_LIMIT_SECONDS", 0.3)
