@@ -1,7 +1,9 @@
 """Banks of experts in onnxruntime.
 
-Two ways, chosen for each layer by its quant types:
+Three ways, chosen for each layer by its quant types and by what is at hand:
 
+* *panels*: one operator of the C kernels over all experts of the bank (:mod:`kvasir_peer.engines.kernels`), for all
+  block-quantised types.
 * *fused*: ``QMoE`` over all experts of the bank, for symmetric types. The caller's routing goes in as router
   weights; an expert whose weight is zero is skipped by the operator, so any subset costs what it needs.
 * *single*: a small graph for each expert, for asymmetric types (whose offsets ``QMoE`` can't add) and for floats.
@@ -12,16 +14,18 @@ Two ways, chosen for each layer by its quant types:
 from __future__ import annotations
 
 import abc
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvasir_peer.engines import quants
+from kvasir_peer.engines import panels, quants
 from kvasir_peer.engines.architectures import EXPERT_WEIGHTS, LayerShape, ModelShape
 from kvasir_peer.engines.base import BankSpec, ExpertBank, MemoryEstimate, Precision, experts_by_layer
 from kvasir_peer.engines.onnx_graph import Bound, Graph, Runtime, Session, spinning_threads
@@ -32,6 +36,7 @@ from kvasir_peer.engines.onnx_linear import (
     centred,
     container,
     extra_columns,
+    forward_node,
     widen,
 )
 from kvasir_peer.models.sources import TensorSource
@@ -66,6 +71,11 @@ class BankStatistics:
     expert_rows: int
 
 
+def paneled(types: Mapping[str, int], precision: Precision, kernels: Kernels) -> bool:
+    """Whether the C kernels take a layer's experts; ``types`` as for :func:`fusible`."""
+    return all(container(types[suffix], precision, kernels) == "panels" for suffix in EXPERT_WEIGHTS)
+
+
 def fusible(layer: LayerShape, types: Mapping[str, int], precision: Precision, kernels: Kernels) -> bool:
     """Whether ``QMoE`` can take a layer's experts.
 
@@ -82,7 +92,7 @@ def fusible(layer: LayerShape, types: Mapping[str, int], precision: Precision, k
         gate == up
         and not (gate.asymmetric or down.asymmetric)
         and (gate.bits, gate.group) == (down.bits, down.group)
-        and container(gate.id, precision, kernels) != "float"
+        and container(gate.id, precision, kernels) in ("codes4", "codes8")
     )
 
 
@@ -255,6 +265,100 @@ class _Fused(_Experts):
         chosen, mix = (self._buffers.take(name, n, self.count) for name in ("chosen", "mix"))
         run = self._session.bind({"x": x, "chosen": chosen, "mix": mix}, {"y": y})
         return _FusedBinding(x, chosen, mix, y, run)
+
+
+@dataclass(frozen=True, eq=False)
+class _PanelBinding:
+    """A session of the C kernels tied to buffers, for one number of rows and choices."""
+
+    x: F32
+    places: I32
+    mix: F32
+    y: F32
+    run: Bound
+
+
+class _Panels(_Experts):
+    def __init__(
+        self,
+        source: TensorSource,
+        layer: LayerShape,
+        held: list[tuple[int, int]],
+        library: Path,
+        runtime: Runtime,
+        buffers: _Buffers,
+    ) -> None:
+        moe = layer.moe
+        assert moe is not None
+        super().__init__(moe.n_expert, held)
+        infos = [source.tensors[layer.name(suffix)] for suffix in EXPERT_WEIGHTS]
+        width, columns = infos[0].shape[1:]
+        g = Graph()
+        weights = [self._stage(g, source, layer, suffix, held, runtime.threads) for suffix in EXPERT_WEIGHTS]
+        inputs = [
+            g.input("x", ["n", columns]),
+            *(panels for panels, _ in weights),
+            g.input("places", ["n", "k"], np.int32),
+            g.input("mix", ["n", "k"]),
+            *(bias for _, bias in weights),
+        ]
+        y = forward_node(g, library, inputs, infos, columns, width, self.count, layer.activation)
+        g.output(y, "y", ["n", columns])
+        self._session = g.session(runtime)
+        self._columns = columns
+        self._buffers = buffers
+        self._bound: OrderedDict[tuple[int, int], _PanelBinding] = OrderedDict()
+
+    def _stage(
+        self,
+        g: Graph,
+        source: TensorSource,
+        layer: LayerShape,
+        suffix: str,
+        held: list[tuple[int, int]],
+        threads: int,
+    ) -> tuple[str, str]:
+        """Add the panels of one matrix of all experts, and their biases or ""."""
+        info = source.tensors[layer.name(suffix)]
+        rows, columns = info.shape[1:]
+        each = panels.panel_bytes(info.type, rows, columns)
+        out = np.empty(self.count * each, np.uint8)
+        biases = []
+        at = 0
+        with ThreadPoolExecutor(threads, thread_name_prefix="pack") as pool:
+            for first, end in held:
+                for lo in range(first, end, _LOADED_AT_ONCE):
+                    hi = min(lo + _LOADED_AT_ONCE, end)
+                    raw = _experts(source, layer, suffix, lo, hi)
+                    places = [out[(at + i) * each : (at + i + 1) * each] for i in range(hi - lo)]
+                    pack = functools.partial(panels.pack, type_id=info.type, rows=rows, columns=columns)
+                    for _ in pool.map(lambda one, to: pack(one, out=to), raw, places):  # noqa: B023
+                        pass
+                    bias = _biases(source, layer, suffix.replace(".weight", ".bias"), lo, hi)
+                    if bias is not None:
+                        biases.append(bias.reshape(hi - lo, -1))
+                    at += hi - lo
+        return g.resident(out), g.resident(np.concatenate(biases)) if biases else ""
+
+    def compute(self, x: F32, ids: I32, weights: F32) -> tuple[F32, int, int]:
+        bound = self._bound.get(ids.shape)
+        if bound is None:
+            bound = self._bound[ids.shape] = self._bind(*ids.shape)
+            if len(self._bound) > _KEPT_WIDTHS:
+                self._bound.popitem(last=False)
+        np.take(self._place, ids, out=bound.places)
+        np.copyto(bound.mix, weights)
+        np.copyto(bound.x, x)
+        bound.run()
+        here = bound.places[bound.places >= 0]
+        return bound.y.copy(), int(np.count_nonzero(np.bincount(here))), here.size
+
+    def _bind(self, n: int, k: int) -> _PanelBinding:
+        """Tie the session to buffers for n rows of k choices."""
+        x, y = (self._buffers.take(name, n, self._columns) for name in ("x", "y"))
+        places, mix = np.empty((n, k), np.int32), np.empty((n, k), np.float32)
+        run = self._session.bind({"x": x, "places": places, "mix": mix}, {"y": y})
+        return _PanelBinding(x, places, mix, y, run)
 
 
 class _Single(_Experts):
@@ -448,7 +552,9 @@ class OnnxBank(ExpertBank):
         for index, held in by_layer.items():
             layer = shape.layers[index]
             types = {suffix: source.tensors[layer.name(suffix)].type for suffix in EXPERT_WEIGHTS}
-            if fusible(layer, types, precision, kernels):
+            if kernels.panels is not None and paneled(types, precision, kernels):
+                self._layers[index] = _Panels(source, layer, held, kernels.panels, runtime, buffers)
+            elif fusible(layer, types, precision, kernels):
                 self._layers[index] = _Fused(source, layer, held, precision, runtime, buffers)
             else:
                 self._layers[index] = _Single(source, layer, held, precision, runtime, kernels, self._pool)

@@ -21,7 +21,7 @@ from kvasir_peer.engines.base import (
 )
 from kvasir_peer.engines.heap import trim_heap
 from kvasir_peer.engines.onnx_attention import head_width
-from kvasir_peer.engines.onnx_bank import OnnxBank, fusible
+from kvasir_peer.engines.onnx_bank import OnnxBank, fusible, paneled
 from kvasir_peer.engines.onnx_graph import HEAP_BYTES, SESSION_BYTES
 from kvasir_peer.engines.onnx_linear import Kernels, container, packed_bytes
 from kvasir_peer.engines.onnx_parts import PER_HEAD_SUFFIXES, heads_of
@@ -167,7 +167,8 @@ def _bank_memory(
             weights += _container_bytes(tensors[name], count / moe.n_expert, spec.precision, kernels)
         types = {suffix: tensors[layer.name(suffix)].type for suffix in EXPERT_WEIGHTS}
         fused = fusible(layer, types, spec.precision, kernels)
-        weights += SESSION_BYTES if fused else _EXPERT_SESSION_BYTES * count
+        together = fused or paneled(types, spec.precision, kernels)
+        weights += SESSION_BYTES if together else _EXPERT_SESSION_BYTES * count
         # Results wait for their sum; what is inside an expert lives as long as that one runs.
         per_row = (moe.n_used + 4) * shape.n_embd + 4 * moe.width + 2 * count
         workspace = max(workspace, 4 * spec.max_rows * per_row)
@@ -180,7 +181,9 @@ def _container_bytes(info: TensorInfo, part: float, precision: Precision, kernel
     rows = math.prod(info.shape) // columns
     if info.name.endswith(PER_HEAD_SUFFIXES):
         return int(4 * rows * columns * part)
-    return int(packed_bytes(info.type, rows, columns, precision, kernels) * part)
+    # Experts of a stacked tensor are each a matrix of their own.
+    count = rows // info.shape[-2] if len(info.shape) > 2 else 1
+    return int(packed_bytes(info.type, rows // count, columns, precision, kernels) * count * part)
 
 
 def _workspace(shape: ModelShape, spec: StackSpec) -> int:

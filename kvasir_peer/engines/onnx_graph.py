@@ -10,6 +10,7 @@ import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from kvasir_peer.errors import EngineError, UsageError
 _OPSET = 21
 _IR_VERSION = 10
 _MICROSOFT = "com.microsoft"
+# Operators of our own (see kernels/onnx_operators.c).
+_OWN = "kvasir"
 # Initializers under this many bytes stay in the graph: an entry of the external table costs more than that.
 _INLINE_BYTES = 512
 # How long a thread spins for the next operator of a run before it sleeps: longer than most operators that compute on
@@ -120,6 +123,8 @@ class Graph:
         self._external: dict[str, Array] = {}
         self._constants: dict[tuple[str, tuple[int, ...], bytes], str] = {}
         self._count = 0
+        self._library: Path | None = None
+        self._resident: dict[str, Array] = {}
 
     def fresh(self, stem: str) -> str:
         """Return a name that nothing has yet."""
@@ -155,6 +160,23 @@ class Graph:
     def op(self, kind: str, *inputs: str, microsoft: bool = False, **attributes: Any) -> str:
         """Add a node with one result; an empty input is one that is left out."""
         return self.ops(kind, 1, *inputs, microsoft=microsoft, **attributes)[0]
+
+    def own(self, library: Path, kind: str, *inputs: str, **attributes: Any) -> str:
+        """Add a node with one result, of an operator from a library of ours."""
+        name = self.fresh(kind)
+        self._nodes.append(helper.make_node(kind, list(inputs), [name], domain=_OWN, **attributes))
+        self._library = library
+        return name
+
+    def resident(self, array: Array) -> str:
+        """Return the name of weights for :meth:`own`, uint8 or float32, which are read in place.
+
+        They are an input that is tied to the array for good: initializers are copied by onnxruntime, even where no
+        operator packs them another way.
+        """
+        name = self.input(self.fresh("panels"), list(array.shape), array.dtype)
+        self._resident[name] = np.ascontiguousarray(array)
+        return name
 
     def ops(
         self, kind: str, count: int, *inputs: str, microsoft: bool = False, **attributes: Any
@@ -218,7 +240,11 @@ class Graph:
         graph = helper.make_graph(self._nodes, "part", self._inputs, self._outputs, tensors)
         model = helper.make_model(
             graph,
-            opset_imports=[helper.make_opsetid("", _OPSET), helper.make_opsetid(_MICROSOFT, 1)],
+            opset_imports=[
+                helper.make_opsetid("", _OPSET),
+                helper.make_opsetid(_MICROSOFT, 1),
+                helper.make_opsetid(_OWN, 1),
+            ],
             ir_version=_IR_VERSION,
         )
         return bytes(model.SerializeToString())
@@ -229,7 +255,7 @@ class Graph:
         Raises:
             EngineError: onnxruntime refuses it.
         """
-        session = Session(self.model(), self._external, runtime)
+        session = Session(self.model(), self._external, runtime, self._library, self._resident)
         self._external = {}
         return session
 
@@ -241,12 +267,21 @@ class Session:
         model: a serialised model.
         external: its large arrays by name.
         runtime: threads and provider.
+        library: with operators of ours, or None where the model has none.
+        resident: inputs that are tied to arrays for good.
 
     Raises:
         EngineError: onnxruntime refuses the model.
     """
 
-    def __init__(self, model: bytes, external: Mapping[str, Array], runtime: Runtime) -> None:
+    def __init__(
+        self,
+        model: bytes,
+        external: Mapping[str, Array],
+        runtime: Runtime,
+        library: Path | None = None,
+        resident: Mapping[str, Array] | None = None,
+    ) -> None:
         _prepare_process()
         options = ort.SessionOptions()
         if spinning_threads():
@@ -260,6 +295,9 @@ class Session:
             options.add_session_config_entry("session.intra_op.spin_duration_us", _SPIN_MICROSECONDS)
         options.add_session_config_entry("session.use_env_allocators", "1")
         options.log_severity_level = 3
+        if library is not None:
+            options.register_custom_ops_library(str(library))
+        self._resident = dict(resident or {})
         if external:
             values = [ort.OrtValue.ortvalue_from_numpy(array) for array in external.values()]
             options.add_external_initializers(list(external), values)
@@ -277,7 +315,7 @@ class Session:
 
     def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Bound:
         """Tie inputs and outputs to arrays of ours."""
-        return Bound(self._session, inputs, outputs)
+        return Bound(self._session, inputs, outputs, self._resident)
 
     def run(self, inputs: Mapping[str, Array]) -> list[Array]:
         """Run once and return all outputs in arrays of their own.
@@ -286,7 +324,7 @@ class Session:
             EngineError: an operator failed.
         """
         try:
-            return list(self._run(self._outputs, inputs, None))
+            return list(self._run(self._outputs, {**inputs, **self._resident}, None))
         except Exception as error:
             raise EngineError(f"onnxruntime failed: {' '.join(str(error).split())[:300]}") from error
 
@@ -295,15 +333,25 @@ class Bound:
     """A session tied to arrays: run it as often as wanted, it reads and writes them in place.
 
     The arrays are kept alive here; onnxruntime knows their addresses only.
+
+    Args:
+        session: to run.
+        inputs: what it reads, by name.
+        outputs: what it writes.
+        resident: further inputs, which never change.
     """
 
-    __slots__ = ("_binding", "_keep", "_run")
+    __slots__ = ("_binding", "_keep", "_resident", "_run")
 
     def __init__(
-        self, session: ort.InferenceSession, inputs: Mapping[str, Array], outputs: Mapping[str, Array]
+        self,
+        session: ort.InferenceSession,
+        inputs: Mapping[str, Array],
+        outputs: Mapping[str, Array],
+        resident: Mapping[str, Array],
     ) -> None:
         binding = session.io_binding()
-        for name, array in inputs.items():
+        for name, array in (*inputs.items(), *resident.items()):
             binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         for name, array in outputs.items():
             binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
@@ -317,6 +365,7 @@ class Bound:
         else:
             self._run = functools.partial(session.run_with_iobinding, binding)
         self._keep = (inputs, outputs)
+        self._resident = resident
 
     def output(self, name: str, array: Array) -> None:
         """Tie an output to another array."""

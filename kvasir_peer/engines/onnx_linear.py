@@ -12,23 +12,34 @@ is a product of its own; in ``fast`` the sums and the offsets become further col
 
 At accuracy level 4 activations are rounded to int8 per group, which costs about one per cent of the result, as in
 llama.cpp. At level 0 they stay float32; 8-bit codes have no quick kernel there, so they are dequantised then.
+
+Where the C kernels are at hand (:mod:`kvasir_peer.engines.kernels`), they do all that in ``fast`` instead: from panels,
+which take as much memory as the file.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvasir_peer.engines import quants
+from kvasir_peer.engines import panels, quants
 from kvasir_peer.engines.base import Precision
 from kvasir_peer.engines.onnx_graph import Graph
 
+if TYPE_CHECKING:
+    from kvasir_peer.models.gguf import TensorInfo
+
 F32 = NDArray[np.float32]
-Container = Literal["codes4", "codes8", "float"]
+Container = Literal["panels", "codes4", "codes8", "float"]
+
+# As in kernels/work.h.
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2}
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,16 +69,20 @@ class Kernels:
         codes4: ``MatMulNBits`` with 4-bit codes works.
         codes8: ``MatMulNBits`` with 8-bit codes works.
         experts: ``QMoE`` with given router weights works.
+        panels: library of C kernels, which are used for ``fast`` then; None where there is none.
     """
 
     codes4: bool = True
     codes8: bool = True
     experts: bool = True
+    panels: Path | None = None
 
 
 def container(type_id: int, precision: Precision, kernels: Kernels) -> Container:
     """Say how weights of a type are kept."""
     bits = quants.quant_type(type_id).bits
+    if bits and kernels.panels is not None and precision == "fast":
+        return "panels"
     if bits == 4 and kernels.codes4:
         return "codes4"
     if bits == 8 and kernels.codes8 and precision == "fast":
@@ -78,6 +93,8 @@ def container(type_id: int, precision: Precision, kernels: Kernels) -> Container
 def packed_bytes(type_id: int, rows: int, columns: int, precision: Precision, kernels: Kernels) -> int:
     """Return the bytes that a matrix takes once loaded."""
     kind = container(type_id, precision, kernels)
+    if kind == "panels":
+        return panels.panel_bytes(type_id, rows, columns)
     n = rows * columns
     if kind == "float":
         return 4 * n
@@ -212,6 +229,90 @@ def widen(x: F32, type_id: int) -> F32:
     return wide
 
 
+def feed_forward(
+    g: Graph,
+    library: Path,
+    x: str,
+    matrices: Sequence[Matrix],
+    biases: Sequence[F32 | None],
+    activation: str,
+    *,
+    threads: int = 0,
+) -> str:
+    """Add gate, up, activation and down of a dense layer as one node.
+
+    Args:
+        g: the graph.
+        library: of C kernels.
+        x: [n, columns].
+        matrices: gate, up and down.
+        biases: theirs.
+        activation: of the layer.
+        threads: that lay the weights as panels; 0 for all cores.
+    """
+    inputs = [x, *(g.resident(_panels([m], threads)) for m in matrices), "", ""]
+    inputs += ["" if bias is None else g.resident(bias) for bias in biases]
+    gate = matrices[0]
+    return forward_node(g, library, inputs, matrices, gate.columns, gate.rows, 1, activation)
+
+
+def forward_node(
+    g: Graph,
+    library: Path,
+    inputs: Sequence[str],
+    matrices: Sequence[Matrix | TensorInfo],
+    columns: int,
+    width: int,
+    experts: int,
+    activation: str,
+) -> str:
+    """Add a ``FeedForward`` node (see kernels/onnx_operators.c).
+
+    Args:
+        g: the graph.
+        library: of C kernels.
+        inputs: as the operator takes them.
+        matrices: gate, up and down, for their types.
+        columns: of x.
+        width: of the hidden layer.
+        experts: how many there are.
+        activation: of the layer.
+    """
+    kept = list(inputs)
+    while not kept[-1]:
+        kept.pop()
+    gate, up, down = (m.type for m in matrices)
+    return g.own(
+        library,
+        "FeedForward",
+        *kept,
+        gate_type=gate,
+        up_type=up,
+        down_type=down,
+        columns=columns,
+        width=width,
+        experts=experts,
+        activation=_ACTIVATIONS[activation],
+    )
+
+
+def _panels(matrices: Sequence[Matrix], threads: int) -> NDArray[np.uint8]:
+    """Lay matrices of one type below each other as panels."""
+    first = matrices[0]
+    cores = threads or os.cpu_count() or 1
+    rows = sum(m.rows for m in matrices)
+    if any(m.rows % panels.ROWS for m in matrices[:-1]):
+        raw = np.concatenate([m.raw.reshape(-1) for m in matrices])
+        return panels.pack(raw, first.type, rows, first.columns, cores)
+    out = np.empty(panels.panel_bytes(first.type, rows, first.columns), np.uint8)
+    begin = 0
+    for m in matrices:
+        end = begin + panels.panel_bytes(m.type, m.rows, m.columns)
+        panels.pack(m.raw, m.type, m.rows, m.columns, cores, out[begin:end])
+        begin = end
+    return out
+
+
 def _side_by_side(matrices: Sequence[Matrix], biases: Sequence[F32 | None]) -> F32 | None:
     """Join biases of matrices that are one product; zeros where one has none."""
     if all(bias is None for bias in biases):
@@ -259,6 +360,17 @@ class Linears:
             return self._graph.ops("Split", len(matrices), fused, sizes, axis=1)
         return [self.one(x, m, b) for m, b in zip(matrices, biases, strict=True)]
 
+    def feed_forward(
+        self, x: str, matrices: Sequence[Matrix], biases: Sequence[F32 | None], activation: str
+    ) -> str | None:
+        """Add gate, up, activation and down as one node; None where that can't be done."""
+        library = self._kernels.panels
+        if library is None or any(
+            container(m.type, self._precision, self._kernels) != "panels" for m in matrices
+        ):
+            return None
+        return feed_forward(self._graph, library, x, matrices, biases, activation, threads=self._threads)
+
     def wide(self, x: str, matrices: Sequence[Matrix], biases: Sequence[F32 | None]) -> list[str]:
         """Add products of an asymmetric type with an input that :func:`widen` made; return them one by one."""
         fused = self._product(x, matrices, _side_by_side(matrices, biases), wide=True)
@@ -269,8 +381,15 @@ class Linears:
         g = self._graph
         type_id, columns = matrices[0].type, matrices[0].columns
         rows = sum(m.rows for m in matrices)
+        kind = container(type_id, self._precision, self._kernels)
+        if kind == "panels":
+            assert self._kernels.panels is not None
+            inputs = [x, g.resident(_panels(matrices, self._threads))]
+            if bias is not None:
+                inputs.append(g.resident(bias))
+            return g.own(self._kernels.panels, "Linear", *inputs, type=type_id, rows=rows, columns=columns)
         raw = matrices[0].raw if len(matrices) == 1 else np.concatenate([m.raw.reshape(-1) for m in matrices])
-        if container(type_id, self._precision, self._kernels) == "float":
+        if kind == "float":
             weights = quants.dequantize(raw, type_id, (rows, columns), threads=self._threads)
             inputs = [x, g.weight(weights)]
             if bias is not None:

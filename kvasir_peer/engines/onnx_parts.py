@@ -346,6 +346,9 @@ class Parts:
     def _mlp(self, g: Graph, linears: Linears, layer: LayerShape, x: str, stems: Sequence[str]) -> str:
         """Add gate, up and down, named by their stems."""
         matrices, biases = self._matrices(layer, stems)
+        whole = linears.feed_forward(x, matrices, biases, layer.activation)
+        if whole is not None:
+            return whole
         gate, up = linears.each(x, matrices[:2], biases[:2])
         return linears.one(self._gated(g, gate, up, layer.activation), matrices[2], biases[2])
 

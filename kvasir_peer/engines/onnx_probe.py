@@ -10,14 +10,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvasir_peer.engines import panels, quants
 from kvasir_peer.engines.architectures import AttentionShape, RopeShape
+from kvasir_peer.engines.kernels.library import Missing, find_library
 from kvasir_peer.engines.onnx_attention import attention_graph
 from kvasir_peer.engines.onnx_graph import Graph, Runtime
-from kvasir_peer.engines.onnx_linear import Kernels
+from kvasir_peer.engines.onnx_linear import Kernels, Matrix, forward_node
 from kvasir_peer.engines.onnx_parts import Heads
 from kvasir_peer.engines.rope import RopeTable, rotate
 from kvasir_peer.errors import EngineError
@@ -28,6 +31,7 @@ F32 = NDArray[np.float32]
 # activations to int8 costs about 1 %.
 _INT8_TOLERANCE = 0.03
 _FLOAT_TOLERANCE = 1e-4
+_INSTEAD_OF_PANELS = "onnxruntime's own operators are used, which need more time and memory"
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,12 @@ def _probe(provider: str) -> Report:
             for bits in (4, 8)
         ]
     )
+    library = _try_panels(attempt, runtime)
+    if isinstance(library, Missing):
+        trials.append(
+            Trial("kernels of our own", False, float("nan"), f"{library.reason}; {_INSTEAD_OF_PANELS}")
+        )
+        library = None
     for name, n_slots, n_rows in (("one row in each of three slots", 3, 1), ("five rows after seven", 1, 5)):
         attempt(
             f"GroupQueryAttention, {name}",
@@ -153,8 +163,125 @@ def _probe(provider: str) -> Report:
         onnxruntime.__version__,
         provider,
         tuple(trials),
-        Kernels(codes4=codes4, codes8=codes8, experts=experts),
+        Kernels(codes4=codes4, codes8=codes8, experts=experts, panels=library),
     )
+
+
+_Attempt = Callable[[str, str, float, Callable[[], tuple[F32, F32]]], bool]
+
+
+def _try_panels(attempt: _Attempt, runtime: Runtime) -> Path | Missing | None:
+    """Return the library of C kernels, if all of them work; why there is none; or None where one does not work."""
+    if runtime.provider != "CPUExecutionProvider":
+        return Missing(f"they are for the processor, not for {runtime.provider}")
+    library = find_library()
+    if isinstance(library, Missing):
+        return library
+    works = [
+        attempt(
+            f"kernels of our own ({library.instructions}), {len(panels.TYPES)} types",
+            _INSTEAD_OF_PANELS,
+            _INT8_TOLERANCE,
+            lambda: _try_linears(runtime, library.path),
+        ),
+        attempt(
+            f"kernels of our own ({library.instructions}), experts",
+            _INSTEAD_OF_PANELS,
+            _INT8_TOLERANCE,
+            lambda: _try_forward(runtime, library.path),
+        ),
+    ]
+    return library.path if all(works) else None
+
+
+def _random_blocks(
+    rng: np.random.Generator, type_id: int, rows: int, columns: int
+) -> tuple[NDArray[np.uint8], F32]:
+    """Return blocks of a type with scales of moderate size, and what they stand for, [rows, columns]."""
+    t = quants.quant_type(type_id)
+    blocks: NDArray[np.uint8] = rng.integers(
+        0, 256, (rows * columns // t.block, t.block_bytes), dtype=np.uint8
+    )
+    for at in _HALVES[t.name]:
+        half = (rng.random(len(blocks)) * 0.02 + 0.01).astype(np.float16)
+        blocks[:, at : at + 2] = half.view(np.uint8).reshape(-1, 2)
+    if t.name == "MXFP4":
+        blocks[:, 0] = rng.integers(120, 124, len(blocks))
+    return blocks, quants.dequantize(blocks, type_id, (rows, columns))
+
+
+# Where blocks have their float16 scales.
+_HALVES: dict[str, tuple[int, ...]] = {
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q8_0": (0,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+    "MXFP4": (),
+}
+
+
+def _try_linears(runtime: Runtime, library: Path) -> tuple[F32, F32]:
+    """Try each type; the results side by side, each type's of the same size."""
+    got, expected = [], []
+    for type_id in panels.TYPES:
+        ours, numpys = _try_linear(runtime, library, type_id)
+        size = np.sqrt(np.mean(numpys**2))
+        got.append(ours / size)
+        expected.append(numpys / size)
+    # One that is wrong must not hide among the others.
+    worst = max(
+        range(len(got)), key=lambda i: float(np.nan_to_num(np.mean((got[i] - expected[i]) ** 2), nan=np.inf))
+    )
+    return got[worst], expected[worst]
+
+
+def _try_linear(runtime: Runtime, library: Path, type_id: int) -> tuple[F32, F32]:
+    rng = np.random.default_rng(type_id)
+    # Two panels, one of them not full, and rows for all widths of the kernel.
+    n, rows, columns = 15, 20, 512
+    blocks, weights = _random_blocks(rng, type_id, rows, columns)
+    x, bias = rng.standard_normal((n, columns)).astype(np.float32), np.ones(rows, np.float32)
+    g = Graph()
+    packed = g.resident(panels.pack(blocks, type_id, rows, columns))
+    inputs = [g.input("x", ["n", columns]), packed, g.resident(bias)]
+    g.output(g.own(library, "Linear", *inputs, type=type_id, rows=rows, columns=columns), "y", ["n", rows])
+    return g.session(runtime).run({"x": x})[0], x @ weights.T + bias
+
+
+def _try_forward(runtime: Runtime, library: Path) -> tuple[F32, F32]:
+    rng = np.random.default_rng(1)
+    n, experts, columns, width = 4, 6, 64, 96
+    kind = quants.BY_NAME["Q8_0"].id
+    x = rng.standard_normal((n, columns)).astype(np.float32)
+    shapes = ((width, columns), (width, columns), (columns, width))
+    g = Graph()
+    inputs, weights = [g.input("x", ["n", columns])], []
+    for rows, wide in shapes:
+        blocks, values = _random_blocks(rng, kind, experts * rows, wide)
+        inputs.append(g.resident(panels.pack(blocks, kind, experts * rows, wide)))
+        weights.append(values.reshape(experts, rows, wide))
+    # One choice is out of range and adds nothing.
+    places = np.array([[0, 5], [3, -1], [3, 2], [1, 0]], np.int32)
+    mix = rng.random((n, 2)).astype(np.float32)
+    inputs += [g.input("places", ["n", "k"], np.int32), g.input("mix", ["n", "k"])]
+    infos = [Matrix("", np.empty(0, np.uint8), kind, rows, wide) for rows, wide in shapes]
+    y = forward_node(g, library, inputs, infos, columns, width, experts, "silu")
+    g.output(y, "y", ["n", columns])
+    got = g.session(runtime).run({"x": x, "places": places, "mix": mix})[0]
+    gate, up = (np.einsum("nk,efk->nef", x, w) for w in weights[:2])
+    each = np.einsum("nef,ekf->nek", gate / (1.0 + np.exp(-gate)) * up, weights[2])
+    dense = np.zeros((n, experts), np.float32)
+    for row, column in np.argwhere(places >= 0):
+        dense[row, places[row, column]] += mix[row, column]
+    return got, np.einsum("ne,nek->nk", dense, each).astype(np.float32)
 
 
 def _random_codes(

@@ -1,0 +1,234 @@
+/* Activations times one panel of weights. */
+#include "panels.h"
+
+/* What table codes stand for, with SIGNED_BIAS added: IQ4 (kvalues_iq4nl of ggml), and twice the e2m1 floats. */
+#define BIASED(v) (uint8_t)((v) + SIGNED_BIAS)
+static const uint8_t TABLES[3][16] = {
+    {0},
+    {BIASED(-127), BIASED(-104), BIASED(-83), BIASED(-65), BIASED(-49), BIASED(-35), BIASED(-22), BIASED(-10),
+     BIASED(1), BIASED(13), BIASED(25), BIASED(38), BIASED(53), BIASED(69), BIASED(89), BIASED(113)},
+    {BIASED(0), BIASED(1), BIASED(2), BIASED(3), BIASED(4), BIASED(6), BIASED(8), BIASED(12),
+     BIASED(0), BIASED(-1), BIASED(-2), BIASED(-3), BIASED(-4), BIASED(-6), BIASED(-8), BIASED(-12)},
+};
+
+size_t rounded_bytes(size_t n, size_t columns) {
+    return n * (columns + columns / COLUMNS * sizeof(float) + columns / 16 * sizeof(int32_t));
+}
+
+struct activations rounded_at(void *memory, size_t n, size_t columns) {
+    float *scales = memory;
+    int32_t *sums = (int32_t *)(scales + n * (columns / COLUMNS));
+    int8_t *codes = (int8_t *)(sums + n * (columns / 16));
+    return (struct activations){codes, scales, sums, columns};
+}
+
+void round_row(const float *x, const struct activations *to, size_t row) {
+    int8_t *codes = (int8_t *)to->codes + row * to->columns;
+    float *scales = (float *)to->scales + row * (to->columns / COLUMNS);
+    int32_t *sums = (int32_t *)to->sums + row * (to->columns / 16);
+    for (size_t block = 0; block < to->columns / COLUMNS; block++, x += COLUMNS, codes += COLUMNS, sums += 2) {
+        /* As integers, absolute floats order as they do as floats, and a NaN is above all. */
+        int32_t bits[COLUMNS], largest = 0;
+        memcpy(bits, x, sizeof bits);
+        for (int i = 0; i < COLUMNS; i++) {
+            int32_t magnitude = bits[i] & 0x7fffffff;
+            largest = magnitude > largest ? magnitude : largest;
+        }
+        float most;
+        memcpy(&most, &largest, 4);
+        float scale = most / 127.0f, inverse = most > 0.0f ? 127.0f / most : 0.0f;
+        scales[block] = scale;
+        /* Added to 1.5 * 2 ** 23 a float is rounded to a whole number, which is then in its low bits. */
+        int32_t whole[COLUMNS];
+        for (int i = 0; i < COLUMNS; i++) {
+            float moved = x[i] * inverse + 12582912.0f;
+            memcpy(&whole[i], &moved, 4);
+            whole[i] -= 0x4b400000;
+        }
+        for (int half = 0; half < 2; half++) {
+            int32_t sum = 0;
+            for (int i = 16 * half; i < 16 * half + 16; i++)
+                sum += whole[i];
+            sums[half] = sum;
+        }
+        for (int i = 0; i < COLUMNS; i++)
+            codes[i] = (int8_t)whole[i];
+    }
+}
+
+/* Codes of chunk c of a block, rows from h * LANES on, as bytes for the dot instruction. */
+INLINE V chunk(const uint8_t *block, int bits, int table, V values, int c, int h) {
+    const uint8_t *at = block + h * 4 * LANES;
+    if (bits == 8) {
+        V codes = v_load(at + 64 * c);
+#if SIGNED_BIAS == 0
+        codes = v_xor_sign(codes);
+#endif
+        return codes;
+    }
+    if (bits == 2 || bits == 3) {
+        V low = v_load(at + 64 * (c & 1));
+        low = v_and(c < 2 ? low : v_right(low, 2 * (c / 2)), v_bytes(3));
+        if (bits == 2)
+            return low;
+        V high = v_load(at + 128);
+        high = c < 2 ? v_left(high, 2 - c) : v_right(high, c - 2);
+        return v_or(low, v_and(high, v_bytes(4)));
+    }
+    V low = v_load(at + 64 * (c & 3));
+    low = v_and(c < 4 ? low : v_right(low, 4), v_bytes(15));
+    if (table)
+        return v_look_up(values, low);
+    if (bits == 5) {
+        V high = v_load(at + 256);
+        high = c < 4 ? v_left(high, 4 - c) : v_right(high, c - 4);
+        return v_or(low, v_and(high, v_bytes(16)));
+    }
+    if (bits == 6) {
+        V high = v_load(at + 256 + 64 * (c & 1));
+        int from = 2 * (c / 2);
+        high = from < 4 ? v_left(high, 4 - from) : v_right(high, from - 4);
+        return v_or(low, v_and(high, v_bytes(48)));
+    }
+    return low;
+}
+
+/* N rows of activations times a panel; all but the pointers is known when this is compiled. */
+INLINE void product(const uint8_t *panel, const struct activations *x, const int32_t *rows, float *out, const int N,
+                    const int bits, const int zero, const int table, const enum scales kind) {
+    const int is_signed = bits == 8 || table;
+    /* Added to each sum of products: what codes are too large by, times the sum of activations. */
+    const int bias = bits == 8 ? SIGNED_BIAS : table ? SIGNED_BIAS : zero;
+    const int two_groups = kind == U4 || kind == I8;
+    const int has_super = super_bytes(kind) != 0, has_minimum = kind == U6 || kind == U4;
+    const size_t blocks = x->columns / COLUMNS;
+    const int8_t *codes[MOST_ROWS];
+    const float *scales[MOST_ROWS];
+    const int32_t *sums[MOST_ROWS];
+    F total[MOST_ROWS][NV], part[MOST_ROWS][NV], least[MOST_ROWS][NV];
+    V values = v_table(TABLES[table]);
+    for (int i = 0; i < N; i++) {
+        codes[i] = x->codes + (size_t)rows[i] * x->columns;
+        scales[i] = x->scales + (size_t)rows[i] * blocks;
+        sums[i] = x->sums + (size_t)rows[i] * blocks * 2;
+        for (int h = 0; h < NV; h++)
+            total[i][h] = f_zero();
+    }
+    for (size_t b = 0; b < blocks;) {
+        const uint8_t *super = panel;
+        panel += super_bytes(kind);
+        const size_t end = has_super ? b + 8 : blocks;
+        if (has_super)
+            for (int i = 0; i < N; i++)
+                for (int h = 0; h < NV; h++)
+                    part[i][h] = least[i][h] = f_zero();
+        for (; b < end; b++, panel += record_bytes(bits, kind)) {
+            const uint8_t *scale = panel + 64 * bits;
+            for (int h = 0; h < NV; h++) {
+                V dots[MOST_ROWS];
+                for (int group = 0; group < 1 + two_groups; group++) {
+                    for (int i = 0; i < N; i++) {
+                        int32_t sum = two_groups ? sums[i][2 * b + group] : sums[i][2 * b] + sums[i][2 * b + 1];
+                        dots[i] = v_word(-bias * sum);
+                    }
+                    for (int c = two_groups ? 4 * group : 0; c < (two_groups ? 4 * group + 4 : 8); c++) {
+                        V weights = chunk(panel, bits, table, values, c, h);
+                        for (int i = 0; i < N; i++) {
+                            int32_t four;
+                            memcpy(&four, codes[i] + COLUMNS * b + 4 * c, 4);
+                            dots[i] = is_signed ? v_dot_signed(dots[i], weights, v_word(four))
+                                                : v_dot(dots[i], weights, v_word(four));
+                        }
+                    }
+                    F s, m;
+                    const int lane = h * LANES;
+                    switch (kind) {
+                    case F16: s = f_half(scale + 2 * lane); break;
+                    case F16_OFFSET: s = f_half(scale + 2 * lane); m = f_half(scale + 32 + 2 * lane); break;
+                    case U6: s = f_u8(scale + lane); m = f_u8(scale + 16 + lane); break;
+                    case U4: s = f_low4(scale + 16 * group + lane); m = f_high4(scale + 16 * group + lane); break;
+                    case I8: s = f_i8(scale + 16 * group + lane); break;
+                    case I8_WIDE: s = f_i8(scale + lane); break;
+                    case E8: s = f_e8(scale + lane); break;
+                    }
+                    for (int i = 0; i < N; i++) {
+                        F step = f_mul(s, f_all(scales[i][b]));
+                        F *to = has_super ? &part[i][h] : &total[i][h];
+                        *to = f_fma(f_from(dots[i]), step, *to);
+                        if (has_minimum || kind == F16_OFFSET) {
+                            int32_t sum = two_groups ? sums[i][2 * b + group] : sums[i][2 * b] + sums[i][2 * b + 1];
+                            F *under = has_minimum ? &least[i][h] : &total[i][h];
+                            *under = f_fma(m, f_all(scales[i][b] * (float)sum), *under);
+                        }
+                    }
+                }
+            }
+        }
+        if (has_super)
+            for (int h = 0; h < NV; h++) {
+                F d = f_half(super + 2 * h * LANES);
+                for (int i = 0; i < N; i++)
+                    total[i][h] = f_fma(d, part[i][h], total[i][h]);
+                if (has_minimum) {
+                    F least_d = f_mul(f_half(super + 32 + 2 * h * LANES), f_all(-1.0f));
+                    for (int i = 0; i < N; i++)
+                        total[i][h] = f_fma(least_d, least[i][h], total[i][h]);
+                }
+            }
+    }
+    for (int i = 0; i < N; i++)
+        for (int h = 0; h < NV; h++)
+            f_store(out + PANEL_ROWS * i + h * LANES, total[i][h]);
+}
+
+/* Versions for 1, 2, 3, 4 and 8 rows, where there are registers for so many; types with super-blocks need three sums of
+ * floats for each row, so at most 4 rows fit. */
+#define VERSION_COUNT 5
+static const size_t VERSION_ROWS[VERSION_COUNT] = {1, 2, 3, 4, 8};
+
+typedef void (*Product)(const uint8_t *, const struct activations *, const int32_t *, float *);
+
+#define FITS(N, SCALES) ((N) <= MOST_ROWS && ((N) <= 4 || super_bytes(SCALES) == 0))
+#define VERSION(NAME, N, BITS, ZERO, TABLE, SCALES)                                                               \
+    static __attribute__((noinline)) void NAME##_##N(const uint8_t *panel, const struct activations *x,           \
+                                                     const int32_t *rows, float *out) {                           \
+        if (FITS(N, SCALES))                                                                                      \
+            product(panel, x, rows, out, FITS(N, SCALES) ? N : 1, BITS, ZERO, TABLE, SCALES);                     \
+    }
+#define DEFINE(NAME, TYPE, BLOCK, BYTES, BITS, ZERO, TABLE, SCALES) \
+    VERSION(NAME, 1, BITS, ZERO, TABLE, SCALES)                     \
+    VERSION(NAME, 2, BITS, ZERO, TABLE, SCALES)                     \
+    VERSION(NAME, 3, BITS, ZERO, TABLE, SCALES)                     \
+    VERSION(NAME, 4, BITS, ZERO, TABLE, SCALES)                     \
+    VERSION(NAME, 8, BITS, ZERO, TABLE, SCALES)
+KINDS(DEFINE)
+
+static const struct {
+    struct kind kind;
+    Product products[VERSION_COUNT];
+} ALL[] = {
+#define ENTRY(NAME, TYPE, BLOCK, BYTES, BITS, ZERO, TABLE, SCALES) \
+    {{TYPE, BLOCK, BYTES, BITS, ZERO, TABLE, SCALES}, {NAME##_1, NAME##_2, NAME##_3, NAME##_4, NAME##_8}},
+    KINDS(ENTRY)};
+
+const struct kind *find_kind(int type) {
+    for (size_t i = 0; i < sizeof ALL / sizeof *ALL; i++)
+        if (ALL[i].kind.type == type)
+            return &ALL[i].kind;
+    return NULL;
+}
+
+void multiply(const struct kind *kind, const uint8_t *panel, const struct activations *x, const int32_t *rows,
+              size_t n, float *out) {
+    const Product *products = (const Product *)((const char *)kind + offsetof(__typeof__(ALL[0]), products));
+    while (n) {
+        int version = VERSION_COUNT - 1;
+        while (VERSION_ROWS[version] > n || !FITS(VERSION_ROWS[version], kind->scales))
+            version--;
+        const size_t now = VERSION_ROWS[version];
+        products[version](panel, x, rows, out);
+        rows += now;
+        out += PANEL_ROWS * now;
+        n -= now;
+    }
+}

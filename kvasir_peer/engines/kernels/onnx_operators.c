@@ -1,0 +1,282 @@
+/* Two operators for onnxruntime, in the domain "kvasir": Linear and FeedForward.
+ *
+ * Linear (x float [n, columns], panels uint8, bias float [rows] or none) -> float [n, rows]
+ *     attributes type, rows, columns
+ * FeedForward (x float [n, columns], gate, up, down uint8, places int32 [n, k] or none, mix float [n, k] or none,
+ *              gate_bias, up_bias float [experts, width] or none, down_bias float [experts, columns] or none)
+ *     -> float [n, columns]
+ *     attributes gate_type, up_type, down_type, columns, width, experts, activation
+ */
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "onnx_abi.h"
+#include "work.h"
+
+struct call {
+    Api api;
+    Context *context;
+};
+
+static bool run_parts(const void *self, void (*part)(void *, size_t), size_t count, void *data) {
+    const struct call *call = self;
+    return PARALLEL_FOR(call->api)(call->context, part, count, 0, data) == NULL;
+}
+
+static Status *refuse(Api api, const char *what) { return CREATE_STATUS(api)(INVALID_ARGUMENT, what); }
+
+/* An input's data, and its two dimensions where it has two; NULL where it is left out. */
+static Status *input(Api api, const Context *context, size_t index, void **data, int64_t dims[2]) {
+    size_t count;
+    const Value *value = NULL;
+    *data = NULL;
+    Status *status = INPUT_COUNT(api)(context, &count);
+    if (status || index >= count)
+        return status;
+    status = INPUT(api)(context, index, &value);
+    if (status || !value)
+        return status;
+    if (dims) {
+        Shape *shape;
+        status = SHAPE_OF(api)(value, &shape);
+        if (status)
+            return status;
+        status = DIMENSIONS_COUNT(api)(shape, &count);
+        if (!status)
+            status = count == 2 ? DIMENSIONS(api)(shape, dims, 2) : refuse(api, "an input has not two dimensions");
+        RELEASE_SHAPE(api)(shape);
+        if (status)
+            return status;
+    }
+    return TENSOR_DATA(api)((Value *)value, data);
+}
+
+static Status *output(Api api, Context *context, int64_t n, int64_t width, float **data) {
+    int64_t dims[2] = {n, width};
+    Value *value;
+    Status *status = OUTPUT(api)(context, 0, dims, 2, &value);
+    return status ? status : TENSOR_DATA(api)(value, (void **)data);
+}
+
+static Status *attributes(Api api, const Info *info, const char *const *names, int64_t *values, size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        Status *status = ATTRIBUTE(api)(info, names[i], &values[i]);
+        if (status)
+            return status;
+    }
+    return NULL;
+}
+
+static bool fits(const struct kind *kind, int64_t rows, int64_t columns) {
+    return kind && rows > 0 && columns > 0 && columns % kind->block == 0;
+}
+
+static enum element is_float(const struct operator_v20 *self, size_t index) {
+    (void)self, (void)index;
+    return FLOAT;
+}
+static size_t one(const struct operator_v20 *self) {
+    (void)self;
+    return 1;
+}
+static enum presence required(const struct operator_v20 *self, size_t index) {
+    (void)self, (void)index;
+    return REQUIRED;
+}
+static const char *no_provider(const struct operator_v20 *self) {
+    (void)self;
+    return NULL;
+}
+static int no_memory(const struct operator_v20 *self, size_t index) {
+    (void)self, (void)index;
+    return 0;
+}
+
+/* ------------------------------------------------------------------------------------------------ Linear */
+
+struct linear_operator {
+    Api api;
+    struct matrix w;
+};
+
+static Status *linear_create(const struct operator_v20 *self, Api api, const Info *info, void **made) {
+    (void)self;
+    static const char *const NAMES[] = {"type", "rows", "columns"};
+    int64_t v[3];
+    Status *status = attributes(api, info, NAMES, v, 3);
+    if (status)
+        return status;
+    const struct kind *kind = find_kind((int)v[0]);
+    if (!fits(kind, v[1], v[2]))
+        return refuse(api, "Linear: no such type, or a width that is no whole number of its blocks");
+    struct linear_operator *op = malloc(sizeof *op);
+    if (!op)
+        return CREATE_STATUS(api)(FAILED, "Linear: out of memory");
+    *op = (struct linear_operator){api, {kind, NULL, (size_t)v[1], (size_t)v[2]}};
+    *made = op;
+    return NULL;
+}
+
+static Status *linear_compute(void *self, Context *context) {
+    const struct linear_operator *op = self;
+    Api api = op->api;
+    int64_t dims[2];
+    void *x, *panels, *bias;
+    float *y;
+    Status *status;
+    if ((status = input(api, context, 0, &x, dims)) || (status = input(api, context, 1, &panels, NULL)) ||
+        (status = input(api, context, 2, &bias, NULL)))
+        return status;
+    if (!x || !panels || dims[1] != (int64_t)op->w.columns)
+        return refuse(api, "Linear: an input is missing, or not as wide as the weights");
+    if ((status = output(api, context, dims[0], (int64_t)op->w.rows, &y)))
+        return status;
+    struct call call = {api, context};
+    struct threads threads = {run_parts, &call};
+    struct matrix w = op->w;
+    w.panels = panels;
+    if (!linear(&threads, &w, bias, x, (size_t)dims[0], y))
+        return CREATE_STATUS(api)(FAILED, "Linear: out of memory");
+    return NULL;
+}
+
+static const char *linear_name(const struct operator_v20 *self) {
+    (void)self;
+    return "Linear";
+}
+static size_t linear_inputs(const struct operator_v20 *self) {
+    (void)self;
+    return 3;
+}
+static enum element linear_input(const struct operator_v20 *self, size_t index) {
+    (void)self;
+    return index == 1 ? UINT8 : FLOAT;
+}
+static enum presence linear_presence(const struct operator_v20 *self, size_t index) {
+    (void)self;
+    return index == 2 ? OPTIONAL : REQUIRED;
+}
+
+/* ------------------------------------------------------------------------------------------------ FeedForward */
+
+enum { X, GATE, UP, DOWN, PLACES, MIX, GATE_BIAS, UP_BIAS, DOWN_BIAS, FORWARD_INPUTS };
+
+struct forward_operator {
+    Api api;
+    struct experts experts;
+};
+
+static Status *forward_create(const struct operator_v20 *self, Api api, const Info *info, void **made) {
+    (void)self;
+    static const char *const NAMES[] = {"gate_type", "up_type", "down_type", "columns", "width", "experts", "activation"};
+    int64_t v[7];
+    Status *status = attributes(api, info, NAMES, v, 7);
+    if (status)
+        return status;
+    const struct kind *gate = find_kind((int)v[0]), *up = find_kind((int)v[1]), *down = find_kind((int)v[2]);
+    if (!fits(gate, v[4], v[3]) || !fits(up, v[4], v[3]) || !fits(down, v[3], v[4]) || v[5] < 1 || v[6] < SILU ||
+        v[6] > SWIGLU_OAI)
+        return refuse(api, "FeedForward: no such type or activation, or a width that is no whole number of blocks");
+    struct forward_operator *op = malloc(sizeof *op);
+    if (!op)
+        return CREATE_STATUS(api)(FAILED, "FeedForward: out of memory");
+    const size_t columns = (size_t)v[3], width = (size_t)v[4];
+    *op = (struct forward_operator){.api = api,
+                                    .experts = {.gate = {gate, NULL, width, columns},
+                                                .up = {up, NULL, width, columns},
+                                                .down = {down, NULL, columns, width},
+                                                .count = (size_t)v[5],
+                                                .activation = (enum activation)v[6]}};
+    *made = op;
+    return NULL;
+}
+
+static Status *forward_compute(void *self, Context *context) {
+    const struct forward_operator *op = self;
+    Api api = op->api;
+    void *in[FORWARD_INPUTS];
+    int64_t dims[2], choices[2] = {0, 1}, weights[2] = {0, 1};
+    float *y;
+    Status *status;
+    for (size_t i = 0; i < FORWARD_INPUTS; i++) {
+        int64_t *wanted = i == X ? dims : i == PLACES ? choices : i == MIX ? weights : NULL;
+        if ((status = input(api, context, i, &in[i], wanted)))
+            return status;
+    }
+    if (!in[X] || !in[GATE] || !in[UP] || !in[DOWN] || dims[1] != (int64_t)op->experts.gate.columns)
+        return refuse(api, "FeedForward: an input is missing, or not as wide as the weights");
+    if (!in[PLACES] != !in[MIX] ||
+        (in[PLACES] && (choices[0] != dims[0] || weights[0] != dims[0] || choices[1] != weights[1])))
+        return refuse(api, "FeedForward: places and mix are not of one shape with a row for each of x");
+    if ((status = output(api, context, dims[0], dims[1], &y)))
+        return status;
+    struct call call = {api, context};
+    struct threads threads = {run_parts, &call};
+    struct experts e = op->experts;
+    e.gate.panels = in[GATE];
+    e.up.panels = in[UP];
+    e.down.panels = in[DOWN];
+    e.gate_bias = in[GATE_BIAS];
+    e.up_bias = in[UP_BIAS];
+    e.down_bias = in[DOWN_BIAS];
+    if (!feed_forward(&threads, &e, in[X], in[PLACES], in[MIX], (size_t)dims[0], (size_t)choices[1], y))
+        return CREATE_STATUS(api)(FAILED, "FeedForward: out of memory");
+    return NULL;
+}
+
+static const char *forward_name(const struct operator_v20 *self) {
+    (void)self;
+    return "FeedForward";
+}
+static size_t forward_inputs(const struct operator_v20 *self) {
+    (void)self;
+    return FORWARD_INPUTS;
+}
+static enum element forward_input(const struct operator_v20 *self, size_t index) {
+    (void)self;
+    return index == PLACES ? INT32 : index >= GATE && index <= DOWN ? UINT8 : FLOAT;
+}
+static enum presence forward_presence(const struct operator_v20 *self, size_t index) {
+    (void)self;
+    return index >= PLACES ? OPTIONAL : REQUIRED;
+}
+
+/* ------------------------------------------------------------------------------------------------ registration */
+
+static const struct operator_v20 LINEAR = {
+    .version = API_VERSION, .name = linear_name, .provider = no_provider, .input_type = linear_input,
+    .input_count = linear_inputs, .output_type = is_float, .output_count = one, .destroy = free,
+    .input_presence = linear_presence, .output_presence = required, .input_memory = no_memory,
+    .create_v2 = linear_create, .compute = linear_compute,
+};
+static const struct operator_v20 FEED_FORWARD = {
+    .version = API_VERSION, .name = forward_name, .provider = no_provider, .input_type = forward_input,
+    .input_count = forward_inputs, .output_type = is_float, .output_count = one, .destroy = free,
+    .input_presence = forward_presence, .output_presence = required, .input_memory = no_memory,
+    .create_v2 = forward_create, .compute = forward_compute,
+};
+
+/* One domain for all sessions of the process, which may refer to it as long as they live. */
+static void *domain_of_all;
+
+static Status *make_domain(Api api, void **made) {
+    void *domain;
+    Status *status;
+    if ((status = CREATE_DOMAIN(api)("kvasir", &domain)) || (status = ADD_OPERATOR(api)(domain, &LINEAR)) ||
+        (status = ADD_OPERATOR(api)(domain, &FEED_FORWARD)))
+        return status;
+    void *none = NULL;
+    /* Where two threads begin at once, one domain is made for nothing. */
+    *made = __atomic_compare_exchange_n(&domain_of_all, &none, domain, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE) ? domain
+                                                                                                        : none;
+    return NULL;
+}
+
+__attribute__((visibility("default"))) Status *RegisterCustomOps(void *options, const struct api_base *base) {
+    Api api = base->get_api(API_VERSION);
+    if (!api)
+        return NULL; /* older than what is asked for: the operators are missing then, which their use will show */
+    void *domain = __atomic_load_n(&domain_of_all, __ATOMIC_ACQUIRE);
+    Status *status = domain ? NULL : make_domain(api, &domain);
+    return status ? status : ADD_DOMAIN(api)(options, domain);
+}

@@ -1,0 +1,304 @@
+#include "work.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+/* Weights that a thread takes at a time: much longer to read than the thread takes to be given them. */
+#define SHARE_BYTES (48 << 10)
+#define MOST_SHARES 64
+/* Fewer activations than these are rounded before another thread would have been woken. */
+#define ROUND_ALONE 32768
+/* Rows of results of a panel that stay in a core's own cache. */
+#define ROWS_AT_ONCE 64
+
+static size_t panel_count(const struct matrix *w) { return (w->rows + PANEL_ROWS - 1) / PANEL_ROWS; }
+
+static size_t bytes_of_panel(const struct matrix *w) { return panel_bytes(w->kind->bits, w->kind->scales, w->columns); }
+
+static size_t shares_of(size_t units, size_t bytes_of_unit, size_t rows) {
+    /* Where many rows share the weights it is arithmetic that takes the time. */
+    size_t work = units * bytes_of_unit * (1 + rows / 4), shares = work / SHARE_BYTES;
+    shares = shares > MOST_SHARES ? MOST_SHARES : shares;
+    return shares > units ? units : shares ? shares : 1;
+}
+
+static bool in_shares(const struct threads *threads, void (*part)(void *, size_t), size_t shares, void *data) {
+    if (shares == 1) {
+        part(data, 0);
+        return true;
+    }
+    return threads->run(threads->self, part, shares, data);
+}
+
+/* ------------------------------------------------------------------------------------------------ rounding */
+
+struct rounding {
+    const float *x;
+    struct activations to;
+    size_t rows, shares;
+};
+
+static void round_share(void *data, size_t share) {
+    const struct rounding *r = data;
+    for (size_t i = r->rows * share / r->shares; i < r->rows * (share + 1) / r->shares; i++)
+        round_row(r->x + i * r->to.columns, &r->to, i);
+}
+
+static bool round_rows(const struct threads *threads, const float *x, size_t n, struct activations to) {
+    struct rounding r = {x, to, n, 1};
+    if (n * to.columns > ROUND_ALONE)
+        r.shares = n < 16 ? n : 16;
+    return in_shares(threads, round_share, r.shares, &r);
+}
+
+/* ------------------------------------------------------------------------------------------------ one matrix */
+
+struct product {
+    const struct matrix *w;
+    const float *bias;
+    struct activations x;
+    size_t n, panel_bytes, panels, shares;
+    float *y;
+};
+
+static void product_share(void *data, size_t share) {
+    const struct product *p = data;
+    const size_t rows = p->w->rows;
+    float out[ROWS_AT_ONCE * PANEL_ROWS];
+    int32_t which[ROWS_AT_ONCE];
+    for (size_t panel = p->panels * share / p->shares; panel < p->panels * (share + 1) / p->shares; panel++) {
+        const size_t begin = panel * PANEL_ROWS, wide = rows - begin < PANEL_ROWS ? rows - begin : PANEL_ROWS;
+        for (size_t first = 0; first < p->n; first += ROWS_AT_ONCE) {
+            const size_t now = p->n - first < ROWS_AT_ONCE ? p->n - first : ROWS_AT_ONCE;
+            for (size_t i = 0; i < now; i++)
+                which[i] = (int32_t)(first + i);
+            multiply(p->w->kind, p->w->panels + panel * p->panel_bytes, &p->x, which, now, out);
+            for (size_t i = 0; i < now; i++) {
+                float *y = p->y + (first + i) * rows + begin;
+                for (size_t j = 0; j < wide; j++)
+                    y[j] = out[i * PANEL_ROWS + j] + (p->bias ? p->bias[begin + j] : 0.0f);
+            }
+        }
+    }
+}
+
+bool linear(const struct threads *threads, const struct matrix *w, const float *bias, const float *x, size_t n,
+            float *y) {
+    if (n == 0)
+        return true;
+    void *memory = malloc(rounded_bytes(n, w->columns));
+    if (!memory)
+        return false;
+    struct product p = {w, bias, rounded_at(memory, n, w->columns), n, bytes_of_panel(w), panel_count(w), 1, y};
+    p.shares = shares_of(p.panels, p.panel_bytes, n);
+    bool done = round_rows(threads, x, n, p.x) && in_shares(threads, product_share, p.shares, &p);
+    free(memory);
+    return done;
+}
+
+/* ------------------------------------------------------------------------------------------------ feed-forward */
+
+/* exp(x) to about 1e-7 by its series around a power of two; the same bits wherever fused multiply-adds exist. */
+static inline float exponential(float x) {
+    x = x > 88.0f ? 88.0f : x < -87.0f ? -87.0f : x; /* a NaN stays one */
+    float moved = __builtin_fmaf(x, 1.44269504f, 12582912.0f), whole = moved - 12582912.0f;
+    float rest = __builtin_fmaf(whole, -0.693359375f, x);
+    rest = __builtin_fmaf(whole, 2.12194440e-4f, rest);
+    float sum = 1.9875691500e-4f;
+    sum = __builtin_fmaf(sum, rest, 1.3981999507e-3f);
+    sum = __builtin_fmaf(sum, rest, 8.3334519073e-3f);
+    sum = __builtin_fmaf(sum, rest, 4.1665795894e-2f);
+    sum = __builtin_fmaf(sum, rest, 1.6666665459e-1f);
+    sum = __builtin_fmaf(sum, rest, 5.0000001201e-1f);
+    sum = __builtin_fmaf(sum * rest, rest, rest + 1.0f);
+    int32_t bits;
+    memcpy(&bits, &moved, 4);
+    bits = (int32_t)((uint32_t)(bits - 0x4b400000 + 127) << 23);
+    float power;
+    memcpy(&power, &bits, 4);
+    return sum * power;
+}
+
+static inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+
+static void gate_row(enum activation activation, const float *gate, const float *up, float *h, size_t n) {
+    switch (activation) {
+    case SILU:
+        for (size_t i = 0; i < n; i++)
+            h[i] = gate[i] * sigmoid(gate[i]) * up[i];
+        break;
+    case GELU_TANH:
+        /* (1 + tanh(z)) / 2 is the sigmoid of 2z. */
+        for (size_t i = 0; i < n; i++) {
+            float g = gate[i];
+            h[i] = g * sigmoid(1.5957691216f * (g + 0.044715f * g * g * g)) * up[i];
+        }
+        break;
+    case SWIGLU_OAI:
+        for (size_t i = 0; i < n; i++) {
+            float g = gate[i] > 7.0f ? 7.0f : gate[i];
+            float u = up[i] > 7.0f ? 7.0f : up[i] < -7.0f ? -7.0f : up[i];
+            h[i] = g * sigmoid(1.702f * g) * (u + 1.0f);
+        }
+    }
+}
+
+/* One choice of one row. */
+struct pair {
+    int32_t row;
+    float mix;
+};
+
+struct forward {
+    const struct experts *e;
+    struct activations x, hidden;
+    const struct pair *pairs;     /* by expert, rows in order */
+    const int32_t *which;         /* 0, 1, 2, ... */
+    const int32_t *rows;          /* of each pair */
+    const size_t *first;          /* first pair of each used expert, and the end */
+    const size_t *used;           /* which experts */
+    size_t experts, pairs_count, width;
+    size_t gate_bytes, up_bytes, down_bytes, panels, out_panels, shares;
+    size_t n;
+    float *h, *y;
+};
+
+static void add_bias(float *out, const float *bias, size_t n, size_t wide) {
+    if (bias)
+        for (size_t i = 0; i < n; i++)
+            for (size_t j = 0; j < wide; j++)
+                out[i * PANEL_ROWS + j] += bias[j];
+}
+
+/* Gate and up of some panels of some experts. */
+static void hidden_share(void *data, size_t share) {
+    const struct forward *f = data;
+    const size_t units = f->experts * f->panels, rows = f->e->gate.rows;
+    float gate[ROWS_AT_ONCE * PANEL_ROWS], up[ROWS_AT_ONCE * PANEL_ROWS], h[PANEL_ROWS];
+    for (size_t unit = units * share / f->shares; unit < units * (share + 1) / f->shares; unit++) {
+        const size_t place = unit / f->panels, panel = unit % f->panels, expert = f->used[place];
+        const size_t begin = panel * PANEL_ROWS, wide = rows - begin < PANEL_ROWS ? rows - begin : PANEL_ROWS;
+        const size_t at = expert * f->panels + panel;
+        for (size_t first = f->first[place]; first < f->first[place + 1]; first += ROWS_AT_ONCE) {
+            const size_t left = f->first[place + 1] - first, now = left < ROWS_AT_ONCE ? left : ROWS_AT_ONCE;
+            multiply(f->e->gate.kind, f->e->gate.panels + at * f->gate_bytes, &f->x, f->rows + first, now, gate);
+            multiply(f->e->up.kind, f->e->up.panels + at * f->up_bytes, &f->x, f->rows + first, now, up);
+            add_bias(gate, f->e->gate_bias ? f->e->gate_bias + expert * rows + begin : NULL, now, wide);
+            add_bias(up, f->e->up_bias ? f->e->up_bias + expert * rows + begin : NULL, now, wide);
+            for (size_t i = 0; i < now; i++) {
+                gate_row(f->e->activation, gate + i * PANEL_ROWS, up + i * PANEL_ROWS, h, PANEL_ROWS);
+                memcpy(f->h + (first + i) * f->width + begin, h, wide * sizeof(float));
+            }
+        }
+    }
+}
+
+/* Some panels of the result, over all experts, always in their order. */
+static void result_share(void *data, size_t share) {
+    const struct forward *f = data;
+    const size_t rows = f->e->down.rows;
+    float out[ROWS_AT_ONCE * PANEL_ROWS];
+    for (size_t panel = f->out_panels * share / f->shares; panel < f->out_panels * (share + 1) / f->shares; panel++) {
+        const size_t begin = panel * PANEL_ROWS, wide = rows - begin < PANEL_ROWS ? rows - begin : PANEL_ROWS;
+        for (size_t i = 0; i < f->n; i++)
+            memset(f->y + i * rows + begin, 0, wide * sizeof(float));
+        for (size_t place = 0; place < f->experts; place++) {
+            const size_t expert = f->used[place];
+            const uint8_t *at = f->e->down.panels + (expert * f->out_panels + panel) * f->down_bytes;
+            for (size_t first = f->first[place]; first < f->first[place + 1]; first += ROWS_AT_ONCE) {
+                const size_t left = f->first[place + 1] - first, now = left < ROWS_AT_ONCE ? left : ROWS_AT_ONCE;
+                multiply(f->e->down.kind, at, &f->hidden, f->which + first, now, out);
+                add_bias(out, f->e->down_bias ? f->e->down_bias + expert * rows + begin : NULL, now, wide);
+                for (size_t i = 0; i < now; i++) {
+                    const struct pair *pair = f->pairs + first + i;
+                    float *y = f->y + (size_t)pair->row * rows + begin;
+                    for (size_t j = 0; j < wide; j++)
+                        y[j] = __builtin_fmaf(pair->mix, out[i * PANEL_ROWS + j], y[j]);
+                }
+            }
+        }
+    }
+}
+
+/* Sort the choices by expert; returns how many there are. */
+static size_t sort_pairs(const struct experts *e, const int32_t *places, const float *mix, size_t n, size_t k,
+                         size_t *counts, size_t *used, size_t *first, struct pair *pairs, size_t *experts) {
+    memset(counts, 0, e->count * sizeof *counts);
+    for (size_t i = 0; i < n * k; i++) {
+        const size_t place = places ? (size_t)(uint32_t)places[i] : 0;
+        if (place < e->count)
+            counts[place]++;
+    }
+    size_t total = 0;
+    *experts = 0;
+    for (size_t place = 0; place < e->count; place++)
+        if (counts[place]) {
+            used[*experts] = place;
+            first[(*experts)++] = total;
+            const size_t here = counts[place];
+            counts[place] = total;
+            total += here;
+        }
+    first[*experts] = total;
+    for (size_t i = 0; i < n * k; i++) {
+        const size_t place = places ? (size_t)(uint32_t)places[i] : 0;
+        if (place < e->count)
+            pairs[counts[place]++] = (struct pair){(int32_t)(i / k), mix ? mix[i] : 1.0f};
+    }
+    return total;
+}
+
+static size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+bool feed_forward(const struct threads *threads, const struct experts *e, const float *x, const int32_t *places,
+                  const float *mix, size_t n, size_t k, float *y) {
+    if (n == 0)
+        return true;
+    const size_t most = n * k, width = e->down.columns;
+    const size_t sizes[] = {
+        aligned(e->count * sizeof(size_t)),       aligned((e->count + 1) * sizeof(size_t)),
+        aligned((e->count + 1) * sizeof(size_t)), aligned(most * sizeof(struct pair)),
+        aligned(most * sizeof(int32_t)),          aligned(most * sizeof(int32_t)),
+        aligned(rounded_bytes(n, e->gate.columns)), aligned(most * width * sizeof(float)),
+        aligned(rounded_bytes(most, width)),
+    };
+    enum { PARTS = sizeof sizes / sizeof *sizes };
+    size_t bytes = 0;
+    for (int i = 0; i < PARTS; i++)
+        bytes += sizes[i];
+    uint8_t *memory = malloc(bytes), *parts[PARTS];
+    if (!memory)
+        return false;
+    bytes = 0;
+    for (int i = 0; i < PARTS; i++) {
+        parts[i] = memory + bytes;
+        bytes += sizes[i];
+    }
+    size_t *used = (size_t *)parts[1], *first = (size_t *)parts[2];
+    struct pair *pairs = (struct pair *)parts[3];
+    int32_t *rows = (int32_t *)parts[4], *which = (int32_t *)parts[5];
+    struct forward f = {.e = e, .x = rounded_at(parts[6], n, e->gate.columns), .pairs = pairs, .which = which,
+                        .rows = rows, .first = first, .used = used, .width = width, .n = n, .y = y,
+                        .gate_bytes = bytes_of_panel(&e->gate), .up_bytes = bytes_of_panel(&e->up),
+                        .down_bytes = bytes_of_panel(&e->down), .panels = panel_count(&e->gate),
+                        .out_panels = panel_count(&e->down), .h = (float *)parts[7]};
+    f.pairs_count = sort_pairs(e, places, mix, n, k, (size_t *)parts[0], used, first, pairs, &f.experts);
+    for (size_t i = 0; i < f.pairs_count; i++) {
+        rows[i] = pairs[i].row;
+        which[i] = (int32_t)i;
+    }
+    f.hidden = rounded_at(parts[8], f.pairs_count, width);
+    bool done = true;
+    if (f.pairs_count == 0) {
+        memset(y, 0, n * e->down.rows * sizeof(float));
+    } else {
+        const size_t each = f.pairs_count / f.experts;
+        f.shares = shares_of(f.experts * f.panels, f.gate_bytes + f.up_bytes, each);
+        done = round_rows(threads, x, n, f.x) && in_shares(threads, hidden_share, f.shares, &f) &&
+               round_rows(threads, f.h, f.pairs_count, f.hidden);
+        f.shares = shares_of(f.out_panels, f.experts * f.down_bytes, each);
+        done = done && in_shares(threads, result_share, f.shares, &f);
+    }
+    free(memory);
+    return done;
+}
