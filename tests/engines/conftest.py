@@ -1,5 +1,6 @@
 """What the engines are compared with: llama.cpp's answers, asked once per test session."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import pytest
 import smollm2
 import tiny_models
 from oracle import Reference, ask_llama_cpp
+
+from kvasir_peer.engines.kernels.library import Library, Missing, find_library
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +36,14 @@ def real_text(smollm2_path: Path) -> smollm2.RealText:
 def real_text_k(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> smollm2.RealText:
     """SmolLM2 with K-quants where its widths allow them, and llama.cpp's logits on a text."""
     return smollm2.ask_llama_cpp(smollm2.write_k_quants(smollm2_path, tmp_path_factory.mktemp("k")))
+
+
+@pytest.fixture(scope="session")
+def kernels() -> Library:
+    """The C kernels, compiled for this machine; they must be there in CI."""
+    found = find_library()
+    if isinstance(found, Missing):
+        if os.environ.get("CI"):
+            pytest.fail(f"no kernels of our own: {found.reason}")
+        pytest.skip(f"no kernels of our own: {found.reason}")
+    return found

@@ -6,6 +6,7 @@ import pytest
 
 from kvasir_peer.cli import run
 from kvasir_peer.engines import measure
+from kvasir_peer.engines.kernels.library import Library
 
 
 @pytest.fixture(autouse=True)
@@ -17,11 +18,12 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "EXPERT_HIDDEN", 128)
 
 
-def test_every_engine_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_engine_is_measured(capsys: pytest.CaptureFixture[str], kernels: Library) -> None:
     assert run(["bench", "--device", "cpu", "--threads", "1"]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"^memory +[\d.]+ GB/s read by 1 threads$", printed, re.MULTILINE)
-    assert len(re.findall(r"^onnx kernel +.*: works, error ", printed, re.MULTILINE)) == 10
+    assert len(re.findall(r"^onnx kernel +.*: works, error ", printed, re.MULTILINE)) == 12
+    assert f"kernels of our own ({kernels.instructions})" in printed
     for engine in ("onnx", "torch"):
         rows = re.findall(rf"^{engine}, cpu +an expert with +(\d+) rows: [\d.]+ ms", printed, re.MULTILINE)
         assert rows == ["1", "4", "16"]

@@ -1,9 +1,13 @@
 """What onnxruntime can do here: tried and compared with numpy, and said in words."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from kvasir_peer.engines import onnx_probe
+from kvasir_peer.engines.kernels.library import Library, Missing
 from kvasir_peer.engines.onnx_graph import Graph, Runtime
 from kvasir_peer.engines.onnx_linear import Kernels
 from kvasir_peer.errors import EngineError
@@ -14,17 +18,27 @@ def fresh_probe() -> None:
     onnx_probe._probe.cache_clear()
 
 
-def test_all_kernels_work_with_this_onnxruntime() -> None:
+@pytest.fixture
+def everything(kernels: Library) -> Kernels:
+    """All kernels that there are."""
+    return Kernels(codes4=True, codes8=True, experts=True, panels=kernels.path)
+
+
+def test_all_kernels_work_with_this_onnxruntime(everything: Kernels) -> None:
     report = onnx_probe.probe()
     assert all(trial.works for trial in report.trials), report.lines()
-    assert report.kernels == Kernels(codes4=True, codes8=True, experts=True)
-    assert any("QMoE, 4 bits" in line and "works" in line for line in report.lines())
+    assert report.kernels == everything
+    for name in ("QMoE, 4 bits", "13 types", "of our own"):
+        assert any(name in line and "works" in line for line in report.lines())
     # Rounding to int8 shows where it should, and only there.
     for trial in report.trials:
-        assert (trial.deviation > 1e-3) == ("level 4" in trial.name or "QMoE" in trial.name), trial
+        rounds = any(name in trial.name for name in ("level 4", "QMoE", "of our own"))
+        assert (trial.deviation > 1e-3) == rounds, trial
 
 
-def test_a_kernel_with_wrong_results_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_with_wrong_results_is_not_trusted(
+    monkeypatch: pytest.MonkeyPatch, everything: Kernels
+) -> None:
     right = onnx_probe._try_product
 
     def wrong(runtime: Runtime, bits: int, block: int, level: int) -> tuple[np.ndarray, np.ndarray]:
@@ -33,17 +47,44 @@ def test_a_kernel_with_wrong_results_is_not_trusted(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(onnx_probe, "_try_product", wrong)
     report = onnx_probe.probe()
-    assert report.kernels == Kernels(codes4=True, codes8=False, experts=True)
+    assert report.kernels == replace(everything, codes8=False)
     line = next(line for line in report.lines() if "8 bits, blocks of 32" in line)
     assert "does not work" in line and "dequantised" in line
 
 
-def test_a_kernel_that_is_missing_is_gone_round(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wrong_type", [2, 14, 39])
+def test_one_wrong_type_of_our_own_kernels_is_enough_to_do_without_them(
+    monkeypatch: pytest.MonkeyPatch, everything: Kernels, wrong_type: int
+) -> None:
+    right = onnx_probe._try_linear
+
+    def wrong(runtime: Runtime, library: Path, type_id: int) -> tuple[np.ndarray, np.ndarray]:
+        got, expected = right(runtime, library, type_id)
+        return (got * np.float32(1.1) if type_id == wrong_type else got), expected
+
+    monkeypatch.setattr(onnx_probe, "_try_linear", wrong)
+    report = onnx_probe.probe()
+    assert report.kernels == replace(everything, panels=None)
+    line = next(line for line in report.lines() if "13 types" in line)
+    assert "does not work" in line and "onnxruntime's own operators" in line
+
+
+def test_without_our_own_kernels_the_others_are_used_and_the_reason_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(onnx_probe, "find_library", lambda: Missing("no C compiler is installed"))
+    report = onnx_probe.probe()
+    assert report.kernels == Kernels(codes4=True, codes8=True, experts=True, panels=None)
+    line = next(line for line in report.lines() if "of our own" in line)
+    assert "does not work (no C compiler is installed; onnxruntime's own operators" in line
+
+
+def test_a_kernel_that_is_missing_is_gone_round(monkeypatch: pytest.MonkeyPatch, everything: Kernels) -> None:
     def missing(runtime: Runtime, bits: int) -> tuple[np.ndarray, np.ndarray]:
         raise EngineError("onnxruntime refuses a graph: QMoE(-1) is not a registered operator")
 
     monkeypatch.setattr(onnx_probe, "_try_experts", missing)
-    assert onnx_probe.usable_kernels("cpu") == Kernels(codes4=True, codes8=True, experts=False)
+    assert onnx_probe.usable_kernels("cpu") == replace(everything, experts=False)
     assert any("not a registered operator" in line for line in onnx_probe.probe().lines())
 
 
