@@ -30,7 +30,7 @@ def show_plan(settings: PlanSettings) -> None:
         return
     from kvasir_peer.engines import architectures
     from kvasir_peer.models.gguf import GgufFile
-    from kvasir_peer.ring.offers import Links, LinkTime, StageOffer, Wishes
+    from kvasir_peer.ring.offers import Ground, Links, LinkTime, StageOffer, Wishes
     from kvasir_peer.ring.planner import describe, plan_ring
     from kvasir_peer.serving.widths import Widths
 
@@ -52,10 +52,12 @@ def show_plan(settings: PlanSettings) -> None:
         for number in range(peers)
     ]
     planned = plan_ring(
-        needs,
-        offers,
-        Links(LinkTime(settings.hop_ms / 1000, float(settings.link_rate))),
-        Wishes(widths, settings.stages or None, settings.boundary),
+        Ground(
+            offers,
+            needs,
+            Links(LinkTime(settings.hop_ms / 1000, float(settings.link_rate))),
+            Wishes(widths, settings.stages or None, settings.boundary),
+        ),
         bridge="bridge",
         plan_id="plan",
     )

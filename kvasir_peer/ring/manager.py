@@ -659,9 +659,8 @@ class RingManager:
         state = self._market
         if state.plan is None:
             return None
-        offers = [member.offer for member in state.members.values()]
-        now = forecast_now(state.plan, offers, state.needs, state.links, state.wishes, state.memory)
-        return now or state.forecast
+        ground = state.ground(member.offer for member in state.members.values())
+        return forecast_now(state.plan, ground) or state.forecast
 
     def _words(self) -> list[str]:
         """Plan and forecast for a person to read."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -153,6 +153,25 @@ class Wishes:
     stages: int | None = None
     dtype: str = "f16"
     max_stages: int = MAX_STAGES
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What all planning of one ring goes by.
+
+    Attributes:
+        offers: one per peer that may have a place.
+        needs: the model.
+        links: measured times.
+        wishes: widths and number of stages.
+        memory: ``(offer, first, end) -> bytes`` of a slice, if an engine can tell better than the sizes.
+    """
+
+    offers: Sequence[StageOffer]
+    needs: ModelNeeds
+    links: Links
+    wishes: Wishes
+    memory: Memory | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,8 @@ from kvasir_peer.errors import PlanError
 from kvasir_peer.ring.offers import (
     FORECAST_PROMPT,
     Forecast,
-    Links,
+    Ground,
     LinkTime,
-    Memory,
     ModelNeeds,
     Place,
     Planned,
@@ -43,18 +42,16 @@ MAX_CANDIDATES = 20
 
 
 class Search:
-    """Evaluates orders of peers and cuts of layers for one model, set of links, and wishes."""
+    """Evaluates orders of peers and cuts of layers on one ground."""
 
-    def __init__(
-        self, needs: ModelNeeds, links: Links, wishes: Wishes, bridge: str, memory: Memory | None
-    ) -> None:
-        self.needs = needs
-        self.links = links
-        self.wishes = wishes
+    def __init__(self, ground: Ground, bridge: str) -> None:
+        self.needs = ground.needs
+        self.links = ground.links
+        self.wishes = ground.wishes
         self.bridge = bridge
-        self._memory = memory
+        self._memory = ground.memory
         self._fits: dict[tuple[str, int, int], bool] = {}
-        self._row_bytes = tensor_bytes(wishes.dtype, 1, needs.n_embd)
+        self._row_bytes = tensor_bytes(self.wishes.dtype, 1, self.needs.n_embd)
 
     def memory(self, offer: StageOffer, first: int, end: int) -> int:
         if self._memory is not None:
@@ -239,41 +236,26 @@ def check_wishes(needs: ModelNeeds, wishes: Wishes) -> None:
 
 
 def plan_ring(
-    needs: ModelNeeds,
-    offers: Sequence[StageOffer],
-    links: Links,
-    wishes: Wishes,
-    *,
-    bridge: str,
-    plan_id: str,
-    epoch: int = 1,
-    now: float = 0.0,
-    bridge_addresses: tuple[str, ...] = (),
-    memory: Memory | None = None,
+    ground: Ground, *, bridge: str, plan_id: str, epoch: int = 1, bridge_addresses: tuple[str, ...] = ()
 ) -> Planned:
     """Make a plan from offers.
 
     Args:
-        needs: the model.
-        offers: one per peer.
-        links: measured times.
-        wishes: widths and number of stages.
         bridge: peer id of the bridge.
         plan_id: 1 to 128 characters.
         epoch: of the plan.
-        now: seconds since 1970, kept in the plan.
         bridge_addresses: where the bridge is reached.
-        memory: ``(offer, first, end) -> bytes`` of a slice, if an engine can tell better than the sizes.
 
     Raises:
         PlanError: wishes that can never be met (one stage; more stages than layers).
     """
+    needs, wishes = ground.needs, ground.wishes
     check_wishes(needs, wishes)
     wanted = wishes.stages
-    search = Search(needs, links, wishes, bridge, memory)
+    search = Search(ground, bridge)
     places: dict[str, Place] = {}
     usable = []
-    for offer in offers:
+    for offer in ground.offers:
         if search.fits_anywhere(offer):
             usable.append(offer)
         else:
@@ -299,7 +281,7 @@ def plan_ring(
         )
         return Planned(None, missing, (*places.values(), *_waiting(usable, missing)))
     cuts, forecast = search.polish(ring.order, ring.cuts)
-    plan = assemble(search, ring.order, cuts, bridge, plan_id, epoch, now, bridge_addresses)
+    plan = assemble(search, ring.order, cuts, plan_id, epoch, bridge_addresses)
     for i, offer in enumerate(ring.order):
         places[offer.peer] = Place(
             offer.peer, "stage", _stage_words(search, ring.order, cuts, i, forecast), (cuts[i], cuts[i + 1])
@@ -307,7 +289,7 @@ def plan_ring(
     spare = [offer for offer in usable if offer.peer not in places]
     for place in standbys(search, plan, spare, forecast, ring.order, dropped):
         places[place.peer] = place
-    return Planned(plan, "", tuple(places[offer.peer] for offer in offers), forecast)
+    return Planned(plan, "", tuple(places[offer.peer] for offer in ground.offers), forecast)
 
 
 def _worth(offer: StageOffer, needs: ModelNeeds) -> float:
@@ -346,12 +328,9 @@ def assemble(
     search: Search,
     order: Sequence[StageOffer],
     cuts: Sequence[int],
-    bridge: str,
     plan_id: str,
     epoch: int,
-    now: float,
     bridge_addresses: tuple[str, ...],
-    fresh: tuple[str, ...] = (),
 ) -> Plan:
     costs = search.costs(order, cuts)
     hops = search.hops(order)
@@ -359,7 +338,7 @@ def assemble(
     plan = Plan(
         id=plan_id,
         epoch=epoch,
-        bridge=bridge,
+        bridge=search.bridge,
         model=search.needs.model,
         n_layer=search.needs.n_layer,
         n_embd=search.needs.n_embd,
@@ -372,8 +351,6 @@ def assemble(
         ),
         widths=search.wishes.widths,
         dtype=search.wishes.dtype,
-        created=now,
-        fresh=fresh,
         bridge_addresses=bridge_addresses,
         hop_seconds=sum(hop.seconds for hop in hops) / len(hops),
         link_rate=min(rates, default=0.0),

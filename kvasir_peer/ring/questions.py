@@ -11,26 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvasir_peer.errors import PlanError
-from kvasir_peer.ring.offers import Forecast, Links, Memory, ModelNeeds, Planned, Slice, StageOffer, Wishes
+from kvasir_peer.ring.offers import Forecast, Ground, Planned, Slice
 from kvasir_peer.ring.plan import Plan
 from kvasir_peer.ring.planner import plan_ring
 from kvasir_peer.ring.replanning import Swap, best_swap, better_ring, replan
-
-
-@dataclass(frozen=True, slots=True)
-class Ground:
-    """What all planning of one ring goes by.
-
-    Attributes:
-        offers: of everybody who may have a place.
-        needs, links, wishes, memory: as for :func:`kvasir_peer.ring.planner.plan_ring`.
-    """
-
-    offers: tuple[StageOffer, ...]
-    needs: ModelNeeds
-    links: Links
-    wishes: Wishes
-    memory: Memory | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +52,13 @@ class FirstRing:
 
     def answer(self) -> Answer:
         """See :func:`~kvasir_peer.ring.planner.plan_ring`."""
-        ground = self.ground
         try:
             planned = plan_ring(
-                ground.needs,
-                ground.offers,
-                ground.links,
-                ground.wishes,
+                self.ground,
                 bridge=self.bridge,
                 plan_id=self.plan_id,
                 epoch=self.epoch,
                 bridge_addresses=self.addresses,
-                memory=ground.memory,
             )
         except PlanError as error:
             planned = Planned(None, str(error), ())
@@ -112,17 +91,7 @@ class NextEpoch:
         return Answer(planned)
 
     def _without(self, lost: frozenset[str]) -> Planned:
-        ground = self.ground
-        return replan(
-            self.plan,
-            lost,
-            ground.offers,
-            ground.needs,
-            ground.links,
-            ground.wishes,
-            memory=ground.memory,
-            keeping=dict(self.keeping),
-        )
+        return replan(self.plan, lost, self.ground, dict(self.keeping))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,16 +104,7 @@ class BetterRing:
 
     def answer(self) -> Answer:
         """See :func:`~kvasir_peer.ring.replanning.better_ring`."""
-        ground = self.ground
-        found = better_ring(
-            self.plan,
-            ground.offers,
-            ground.needs,
-            ground.links,
-            ground.wishes,
-            factor=self.factor,
-            memory=ground.memory,
-        )
+        found = better_ring(self.plan, self.ground, self.factor)
         return Answer(better=Better(*found) if found is not None else None)
 
 
@@ -170,18 +130,7 @@ class BetterStage:
 
     def answer(self) -> Answer:
         """See :func:`~kvasir_peer.ring.replanning.best_swap`."""
-        ground = self.ground
-        return Answer(
-            swap=best_swap(
-                self.plan,
-                ground.offers,
-                ground.needs,
-                ground.links,
-                ground.wishes,
-                factor=self.factor,
-                memory=ground.memory,
-            )
-        )
+        return Answer(swap=best_swap(self.plan, self.ground, self.factor))
 
 
 Question = FirstRing | NextEpoch | BetterRing | Standbys | BetterStage

@@ -8,14 +8,11 @@ from dataclasses import dataclass, replace
 
 from kvasir_peer.ring.offers import (
     Forecast,
-    Links,
-    Memory,
-    ModelNeeds,
+    Ground,
     Place,
     Planned,
     Slice,
     StageOffer,
-    Wishes,
     layers_text,
 )
 from kvasir_peer.ring.plan import Plan
@@ -28,14 +25,7 @@ BORDERS_TRIED = 12
 def replan(
     plan: Plan,
     lost: Iterable[str],
-    offers: Sequence[StageOffer],
-    needs: ModelNeeds,
-    links: Links,
-    wishes: Wishes,
-    *,
-    now: float = 0.0,
-    fresh: tuple[str, ...] = (),
-    memory: Memory | None = None,
+    ground: Ground,
     keeping: Mapping[str, Slice] | None = None,
 ) -> Planned:
     """The next epoch of a plan, without the peers that were lost.
@@ -47,14 +37,13 @@ def replan(
     Args:
         plan: the present one.
         lost: peers that have no place any more.
-        offers: of everybody who is there, survivors included.
-        fresh: survivors that have lost their KV cache (a restarted engine).
-        memory: as for :func:`plan_ring`.
+        ground: with the offers of everybody who is there, survivors included.
         keeping: slices that peers without a place keep ready.
     """
     gone = set(lost)
-    here = {offer.peer: offer for offer in offers if offer.peer not in gone}
-    search = Search(needs, links, replace(wishes, dtype=plan.dtype), plan.bridge, memory)
+    here = {offer.peer: offer for offer in ground.offers if offer.peer not in gone}
+    ground = replace(ground, offers=tuple(here.values()), wishes=replace(ground.wishes, dtype=plan.dtype))
+    search = Search(ground, plan.bridge)
     stages: list[StageOffer | None] = [here.get(stage.peer) for stage in plan.stages]
     parts: list[Slice] = [(stage.first, stage.end) for stage in plan.stages]
     words: dict[str, str] = {}
@@ -71,7 +60,7 @@ def replan(
     if any(offer is None for offer in stages):
         merged = _merge(search, stages, parts)
         if merged is None:
-            return _anew(plan, here, needs, links, wishes, now, memory)
+            return _anew(plan, ground, stages=None)
         before = {o.peer: parts[i] for i, o in enumerate(stages) if o is not None}
         kept_stages, parts = merged
         stages = list(kept_stages)
@@ -82,10 +71,7 @@ def replan(
                 )
     order = [offer for offer in stages if offer is not None]
     cuts = [0, *(end for _, end in parts)]
-    still_fresh = tuple(p for p in fresh if p in {o.peer for o in order})
-    made = assemble(
-        search, order, cuts, plan.bridge, plan.id, plan.epoch + 1, now, plan.bridge_addresses, still_fresh
-    )
+    made = assemble(search, order, cuts, plan.id, plan.epoch + 1, plan.bridge_addresses)
     forecast = search.forecast(order, cuts)
     places = [
         Place(o.peer, "stage", words.get(o.peer, f"{layers_text(parts[i])}: it keeps its place"), parts[i])
@@ -97,39 +83,19 @@ def replan(
     return Planned(made, "", tuple(places), forecast)
 
 
-def forecast_now(
-    plan: Plan,
-    offers: Sequence[StageOffer],
-    needs: ModelNeeds,
-    links: Links,
-    wishes: Wishes,
-    memory: Memory | None = None,
-) -> Forecast | None:
+def forecast_now(plan: Plan, ground: Ground) -> Forecast | None:
     """What a plan's ring should do by what is known now; None where one of its peers is not there."""
-    here = {offer.peer: offer for offer in offers}
-    order = [here[stage.peer] for stage in plan.stages if stage.peer in here]
-    if len(order) < len(plan.stages):
+    present = _present(plan, ground)
+    if present is None:
         return None
-    search = Search(needs, links, replace(wishes, dtype=plan.dtype, widths=plan.widths), plan.bridge, memory)
-    return search.forecast(order, [0, *(stage.end for stage in plan.stages)])
+    search, order, cuts = present
+    return search.forecast(order, cuts)
 
 
-def better_ring(
-    plan: Plan,
-    offers: Sequence[StageOffer],
-    needs: ModelNeeds,
-    links: Links,
-    wishes: Wishes,
-    *,
-    factor: float,
-    now: float = 0.0,
-    memory: Memory | None = None,
-) -> tuple[Planned, Forecast] | None:
+def better_ring(plan: Plan, ground: Ground, factor: float) -> tuple[Planned, Forecast] | None:
     """A ring planned anew, where it would be so many times as good; with the forecast of the present one."""
-    present = forecast_now(plan, offers, needs, links, wishes, memory)
-    planned = _anew(
-        plan, {o.peer: o for o in offers}, needs, links, wishes, now, memory, stages=wishes.stages
-    )
+    present = forecast_now(plan, ground)
+    planned = _anew(plan, ground, ground.wishes.stages)
     if present is None or planned.plan is None or planned.forecast is None:
         return None
     return (planned, present) if planned.forecast.score > factor * present.score else None
@@ -153,31 +119,19 @@ class Swap:
     present: Forecast
 
 
-def best_swap(
-    plan: Plan,
-    offers: Sequence[StageOffer],
-    needs: ModelNeeds,
-    links: Links,
-    wishes: Wishes,
-    *,
-    factor: float,
-    now: float = 0.0,
-    memory: Memory | None = None,
-) -> Swap | None:
+def best_swap(plan: Plan, ground: Ground, factor: float) -> Swap | None:
     """The one change of a stage's peer that makes the ring best, where that is so many times as good.
 
     Only what was measured counts, of the two peers and of the ways between the newcomer and its neighbours: a guess
     would be a reason to change the stage back as soon as it is measured.
     """
-    here = {offer.peer: offer for offer in offers}
-    order = [here[stage.peer] for stage in plan.stages if stage.peer in here]
-    if len(order) < len(plan.stages):
+    found = _present(plan, ground)
+    if found is None:
         return None
-    search = Search(needs, links, replace(wishes, dtype=plan.dtype, widths=plan.widths), plan.bridge, memory)
-    cuts = [0, *(stage.end for stage in plan.stages)]
+    search, order, cuts = found
     present = search.forecast(order, cuts)
     members = {offer.peer for offer in order}
-    spare = [offer for offer in offers if offer.peer not in members and _measured(offer)]
+    spare = [offer for offer in ground.offers if offer.peer not in members and _measured(offer)]
     spare = sorted(spare, key=lambda o: (o.pass_base + o.pass_row, o.peer))[:MAX_CANDIDATES]
     best: tuple[float, str, int, StageOffer] | None = None
     for i, stage in enumerate(order):
@@ -185,7 +139,7 @@ def best_swap(
         if stage.bridge or not _measured(stage):
             continue
         for offer in spare:
-            if not all(links.measured(offer.peer, other.peer) for other in near):
+            if not all(ground.links.measured(offer.peer, other.peer) for other in near):
                 continue
             if not search.fits(offer, cuts[i], cuts[i + 1]):
                 continue
@@ -198,7 +152,7 @@ def best_swap(
     part, replaced = (cuts[i], cuts[i + 1]), order[i]
     order = [*order[:i], newcomer, *order[i + 1 :]]
     forecast = search.forecast(order, cuts)
-    made = assemble(search, order, cuts, plan.bridge, plan.id, plan.epoch + 1, now, plan.bridge_addresses)
+    made = assemble(search, order, cuts, plan.id, plan.epoch + 1, plan.bridge_addresses)
     words = (
         f"{layers_text(part)}, in place of {replaced.peer}: the ring does {forecast.alone:.1f} tokens/s alone and "
         f"{forecast.together:.1f} together with it, {present.alone:.1f} and {present.together:.1f} without"
@@ -212,9 +166,20 @@ def best_swap(
         )
         for j, o in enumerate(order)
     ]
-    left = [o for o in here.values() if o.peer not in {o.peer for o in order}]
+    left = [o for o in ground.offers if o.peer not in {o.peer for o in order}]
     places += standbys(search, made, left, forecast, order, {}, {replaced.peer: part})
     return Swap(newcomer.peer, replaced.peer, part, Planned(made, "", tuple(places), forecast), present)
+
+
+def _present(plan: Plan, ground: Ground) -> tuple[Search, list[StageOffer], list[int]] | None:
+    """A plan's ring as the search sees it, its stages and cuts; None where one of its peers is not there."""
+    here = {offer.peer: offer for offer in ground.offers}
+    order = [here[stage.peer] for stage in plan.stages if stage.peer in here]
+    if len(order) < len(plan.stages):
+        return None
+    wishes = replace(ground.wishes, dtype=plan.dtype, widths=plan.widths)
+    search = Search(replace(ground, wishes=wishes), plan.bridge)
+    return search, order, [0, *(stage.end for stage in plan.stages)]
 
 
 def _measured(offer: StageOffer) -> bool:
@@ -270,30 +235,17 @@ def _merge(
     return order, [(whole[i], whole[i + 1]) for i in range(len(order))]
 
 
-def _anew(
-    plan: Plan,
-    here: Mapping[str, StageOffer],
-    needs: ModelNeeds,
-    links: Links,
-    wishes: Wishes,
-    now: float,
-    memory: Memory | None,
-    stages: int | None = None,
-) -> Planned:
+def _anew(plan: Plan, ground: Ground, stages: int | None) -> Planned:
     planned = plan_ring(
-        needs,
-        list(here.values()),
-        links,
-        replace(wishes, stages=stages, dtype=plan.dtype),
+        replace(ground, wishes=replace(ground.wishes, stages=stages, dtype=plan.dtype)),
         bridge=plan.bridge,
         plan_id=plan.id,
         epoch=plan.epoch + 1,
-        now=now,
         bridge_addresses=plan.bridge_addresses,
-        memory=memory,
     )
     if planned.plan is not None:
         return planned
+    here = {offer.peer for offer in ground.offers}
     holes = [s for s in plan.stages if s.peer not in here]
     text = ", ".join(layers_text((s.first, s.end)) for s in holes)
     return replace(planned, missing=f"nobody can take over {text}: {planned.missing}")

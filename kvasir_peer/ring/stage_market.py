@@ -27,6 +27,7 @@ import msgspec
 
 from kvasir_peer.ring.offers import (
     Forecast,
+    Ground,
     Links,
     Memory,
     ModelNeeds,
@@ -44,7 +45,6 @@ from kvasir_peer.ring.questions import (
     BetterRing,
     BetterStage,
     FirstRing,
-    Ground,
     NextEpoch,
     Question,
     Standbys,
@@ -318,8 +318,8 @@ class MarketState:
     """One ring's market. :func:`apply` never changes a state that it was given.
 
     Attributes:
-        needs, wishes, bridge, plan_id, memory: as for :func:`kvasir_peer.ring.planner.plan_ring`.
-        links: measured times.
+        needs, wishes, links, memory: as in :class:`~kvasir_peer.ring.offers.Ground`.
+        bridge, plan_id: as for :func:`~kvasir_peer.ring.planner.plan_ring`.
         bridge_addresses: where the bridge is reached.
         members: by peer id.
         plan: of the present epoch, also while it is halted.
@@ -372,6 +372,10 @@ class MarketState:
     def mends(self) -> bool:
         """Whether a ring that has served is on its way back: nobody is known to be missing."""
         return self.has_served and self.phase != "serving" and self.uncovered_since is None
+
+    def ground(self, offers: Iterable[StageOffer]) -> Ground:
+        """What planning goes by, with these offers."""
+        return Ground(tuple(offers), self.needs, self.links, self.wishes, self.memory)
 
     def summary(self) -> Mapping[str, object]:
         """For the status page."""
@@ -625,10 +629,6 @@ class _Market:
             m.offer for m in self.state.members.values() if not m.barred(self.now) and not m.report.leaving
         ]
 
-    def _ground(self, offers: Iterable[StageOffer]) -> Ground:
-        state = self.state
-        return Ground(tuple(offers), state.needs, state.links, state.wishes, state.memory)
-
     def _think(self, name: str, question: Question) -> Answer | None:
         """The answer to a question; None while it is not known, and then somebody is at it."""
         state = self.state
@@ -648,7 +648,7 @@ class _Market:
             return
         if not self._worth_looking():
             return
-        ground = self._ground(self._offers())
+        ground = state.ground(self._offers())
         question = FirstRing(ground, state.bridge, state.plan_id, state.epoch + 1, state.bridge_addresses)
         planned = self._planned("ring", question)
         if planned is not None:
@@ -705,7 +705,7 @@ class _Market:
         if keeping is None:
             keeping = {m.peer: m.standby for m in state.members.values() if m.standby is not None}
         return NextEpoch(
-            self._ground(members),
+            state.ground(members),
             replace_epoch(plan, state.epoch, state.bridge_addresses),
             gone,
             barred,
@@ -777,7 +777,7 @@ class _Market:
         stages = [o for o in offers if plan.index_of(o.peer) is not None]
         if state.rebalanced or any(not (o.pass_base or o.pass_row) for o in stages):
             return False
-        answer = self._think("rebalance", BetterRing(self._ground(offers), plan, REBALANCE))
+        answer = self._think("rebalance", BetterRing(state.ground(offers), plan, REBALANCE))
         if answer is None:
             return True
         state.rebalanced = True
@@ -817,7 +817,7 @@ class _Market:
             return
         question = Standbys(
             self._next_epoch(plan, frozenset(), keeping=keeping),
-            BetterRing(self._ground(self._offers()), plan, WORTH_A_WORD),
+            BetterRing(state.ground(self._offers()), plan, WORTH_A_WORD),
         )
         answer = self._think("standbys", question)
         if answer is None or answer.planned is None:
@@ -914,7 +914,7 @@ class _Market:
             state.swap = None
             return
         present = replace_epoch(plan, state.epoch, state.bridge_addresses)
-        answer = self._think("swap", BetterStage(self._ground(self._offers()), present, SWAP))
+        answer = self._think("swap", BetterStage(state.ground(self._offers()), present, SWAP))
         if answer is None:
             return
         found = answer.swap

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvasir_peer import identity
 from kvasir_peer.ring.admission import MAX_WORDS, link_times, reported, words
-from kvasir_peer.ring.offers import PASS_SECONDS, Links, LinkTime, Wishes, memory_needed
+from kvasir_peer.ring.offers import PASS_SECONDS, Ground, Links, LinkTime, Wishes, memory_needed
 from kvasir_peer.ring.plan import MAX_ADDRESSES
 from kvasir_peer.ring.planner import plan_ring
 from kvasir_peer.ring.volunteering import LinkReport, Measured, Offer, Report
@@ -41,14 +41,9 @@ def test_nothing_that_a_peer_says_can_break_a_plan(
     )
     event = reported(PEER, report, needs())
     times = {(PEER, other): time for other, time in link_times(report).items()}
-    planned = plan_ring(
-        needs(),
-        [event.offer, offer("other", memory=80_000)],
-        Links(LinkTime(0.005), times),
-        Wishes(WIDTHS, 2),
-        bridge="bridge",
-        plan_id="ring",
-    )
+    offers = [event.offer, offer("other", memory=80_000)]
+    ground = Ground(offers, needs(), Links(LinkTime(0.005), times), Wishes(WIDTHS, 2))
+    planned = plan_ring(ground, bridge="bridge", plan_id="ring")
     assert planned.plan is not None  # assembling it has checked it
     assert planned.forecast is not None and math.isfinite(planned.forecast.score)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvasir_peer.errors import PlanError
-from kvasir_peer.ring.offers import Links, LinkTime, Planned, StageOffer, Wishes, memory_needed
+from kvasir_peer.ring.offers import Ground, Links, LinkTime, Planned, StageOffer, Wishes, memory_needed
 from kvasir_peer.ring.planner import describe, plan_ring
 from kvasir_peer.serving.widths import Widths
 
@@ -19,9 +19,8 @@ NEAR = Links(LinkTime(0.001))
 
 
 def make(offers: list[StageOffer], links: Links = NEAR, stages: int | None = None, **model: int) -> Planned:
-    return plan_ring(
-        needs(**model), offers, links, Wishes(WIDTHS, stages), bridge="bridge", plan_id="p", now=5.0
-    )
+    ground = Ground(offers, needs(**model), links, Wishes(WIDTHS, stages))
+    return plan_ring(ground, bridge="bridge", plan_id="p")
 
 
 def layers(planned: Planned) -> dict[str, int]:
@@ -167,15 +166,14 @@ def test_a_standby_keeps_what_it_already_has() -> None:
 
 
 def test_an_engines_own_estimate_is_used() -> None:
-    planned = plan_ring(
-        needs(),
+    ground = Ground(
         [offer("a"), offer("b")],
+        needs(),
         NEAR,
         Wishes(WIDTHS),
-        bridge="bridge",
-        plan_id="p",
-        memory=lambda o, first, end: (end - first) * 500 * MB,
+        lambda o, first, end: (end - first) * 500 * MB,
     )
+    planned = plan_ring(ground, bridge="bridge", plan_id="p")
     assert planned.plan is not None
     assert max(s.layers for s in planned.plan.stages) <= 16
 
@@ -234,7 +232,8 @@ def test_every_plan_is_valid_and_fits(
     model = needs(n_layer)
     if stages is not None and stages > n_layer:
         return
-    planned = plan_ring(model, offers, Links(LinkTime(hop)), Wishes(WIDTHS, stages), bridge="x", plan_id="p")
+    ground = Ground(offers, model, Links(LinkTime(hop)), Wishes(WIDTHS, stages))
+    planned = plan_ring(ground, bridge="x", plan_id="p")
     assert {p.peer for p in planned.places} == {o.peer for o in offers}
     assert all(p.why for p in planned.places)
     if planned.plan is None:
@@ -261,4 +260,4 @@ def test_the_same_offers_give_the_same_plan() -> None:
     assert make(offers) == make(offers)
     wide = Widths(batch_rows=8, micro_batch_rows=9, max_in_flight=1, max_requests=1, context_length=8)
     with pytest.raises(PlanError, match="batch_rows"):
-        plan_ring(needs(), offers, NEAR, Wishes(wide), bridge="x", plan_id="p")
+        plan_ring(Ground(offers, needs(), NEAR, Wishes(wide)), bridge="x", plan_id="p")

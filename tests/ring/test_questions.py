@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from helpers_plan import WIDTHS, needs, offer
 
-from kvasir_peer.ring.offers import Links, LinkTime, StageOffer, Wishes
+from kvasir_peer.ring.offers import Ground, Links, LinkTime, StageOffer, Wishes
 from kvasir_peer.ring.plan import Plan
 from kvasir_peer.ring.questions import (
     BetterRing,
     BetterStage,
     FirstRing,
-    Ground,
     NextEpoch,
     Standbys,
     unanswered,
@@ -21,7 +20,7 @@ FAR, NEAR = LinkTime(0.200), LinkTime(0.001)
 
 
 def ground(*offers: StageOffer, stages: int | None = 2) -> Ground:
-    return Ground(offers, needs(), Links(NEAR), Wishes(WIDTHS, stages), None)
+    return Ground(offers, needs(), Links(NEAR), Wishes(WIDTHS, stages))
 
 
 def first(*offers: StageOffer, stages: int | None = 2) -> FirstRing:
@@ -80,7 +79,7 @@ def test_only_what_was_measured_fills_a_place_better_and_the_bridges_own_machine
     measured = Links(NEAR, {("a", "x"): NEAR, ("b", "x"): NEAR, ("a", "b"): NEAR})
 
     def swapped(*offers: StageOffer, links: Links = measured) -> str:
-        found = best_swap(plan, offers, needs(), links, Wishes(WIDTHS, 2), factor=1.2)
+        found = best_swap(plan, Ground(offers, needs(), links, Wishes(WIDTHS, 2)), 1.2)
         return "" if found is None else found.stage
 
     assert swapped(*slow, quick) in ("a", "b")

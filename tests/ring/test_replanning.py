@@ -8,7 +8,7 @@ from helpers_plan import WIDTHS, needs, offer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvasir_peer.ring.offers import Links, LinkTime, Planned, StageOffer, Wishes, memory_needed
+from kvasir_peer.ring.offers import Ground, Links, LinkTime, Planned, StageOffer, Wishes, memory_needed
 from kvasir_peer.ring.plan import Plan, PlanStage
 from kvasir_peer.ring.replanning import replan
 
@@ -22,9 +22,8 @@ def plan_of(*cuts: int) -> Plan:
     return Plan("ring", 4, "bridge", "m" * 64, cuts[-1], 2048, 32_000, stages, WIDTHS)
 
 
-def again(plan: Plan, lost: set[str], offers: list[StageOffer], **more: object) -> Planned:
-    model = needs(plan.n_layer)
-    return replan(plan, lost, offers, model, NEAR, Wishes(WIDTHS), now=9.0, **more)  # type: ignore[arg-type]
+def again(plan: Plan, lost: set[str], offers: list[StageOffer]) -> Planned:
+    return replan(plan, lost, Ground(offers, needs(plan.n_layer), NEAR, Wishes(WIDTHS)))
 
 
 def places(planned: Planned) -> list[tuple[str, int, int]]:
@@ -116,14 +115,6 @@ def test_when_nothing_else_helps_the_ring_is_planned_anew() -> None:
     assert planned.plan is not None, planned.missing
     assert planned.plan.epoch == 5
     assert len(planned.plan.stages) >= 4
-
-
-def test_a_survivor_whose_engine_was_restarted_is_named_fresh() -> None:
-    plan = plan_of(0, 8, 16, 24)
-    planned = again(plan, set(), SURVIVORS, fresh=("s2", "stranger"))
-    assert planned.plan is not None
-    assert planned.plan.fresh == ("s2",)
-    assert planned.plan.kept_from(plan) == [0, 1, None]
 
 
 @given(
