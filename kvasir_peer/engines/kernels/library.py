@@ -26,7 +26,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 _SOURCES = ("multiply.c", "pack.c", "work.c", "onnx_operators.c")
-_HEADERS = ("lanes.h", "panels.h", "work.h", "onnx_abi.h")
+_HEADERS = ("lanes.h", "panels.h", "chunks.h", "work.h", "onnx_abi.h")
 _FLAGS = (
     "-std=gnu11",
     "-O3",

@@ -1,5 +1,5 @@
 /* Activations times one panel of weights. */
-#include "panels.h"
+#include "chunks.h"
 
 /* What table codes stand for, with SIGNED_BIAS added: IQ4 (kvalues_iq4nl of ggml), and twice the e2m1 floats. */
 #define BIASED(v) (uint8_t)((v) + SIGNED_BIAS)
@@ -56,41 +56,16 @@ void round_row(const float *x, const struct activations *to, size_t row) {
     }
 }
 
-/* Codes of chunk c of a block, rows from h * LANES on, as bytes for the dot instruction. */
-INLINE V chunk(const uint8_t *block, int bits, int table, V values, int c, int h) {
-    const uint8_t *at = block + h * 4 * LANES;
-    if (bits == 8) {
-        V codes = v_load(at + 64 * c);
-#if SIGNED_BIAS == 0
-        codes = v_xor_sign(codes);
-#endif
-        return codes;
-    }
-    if (bits == 2 || bits == 3) {
-        V low = v_load(at + 64 * (c & 1));
-        low = v_and(c < 2 ? low : v_right(low, 2 * (c / 2)), v_bytes(3));
-        if (bits == 2)
-            return low;
-        V high = v_load(at + 128);
-        high = c < 2 ? v_left(high, 2 - c) : v_right(high, c - 2);
-        return v_or(low, v_and(high, v_bytes(4)));
-    }
-    V low = v_load(at + 64 * (c & 3));
-    low = v_and(c < 4 ? low : v_right(low, 4), v_bytes(15));
+/* Codes of a chunk as the dot instruction takes them. */
+INLINE V dot_codes(const uint8_t *block, int bits, int table, V values, int c, int h) {
+    V codes = chunk(block, bits, c, h);
     if (table)
-        return v_look_up(values, low);
-    if (bits == 5) {
-        V high = v_load(at + 256);
-        high = c < 4 ? v_left(high, 4 - c) : v_right(high, c - 4);
-        return v_or(low, v_and(high, v_bytes(16)));
-    }
-    if (bits == 6) {
-        V high = v_load(at + 256 + 64 * (c & 1));
-        int from = 2 * (c / 2);
-        high = from < 4 ? v_left(high, 4 - from) : v_right(high, from - 4);
-        return v_or(low, v_and(high, v_bytes(48)));
-    }
-    return low;
+        return v_look_up(values, codes);
+#if SIGNED_BIAS == 0
+    if (bits == 8)
+        return v_xor_sign(codes);
+#endif
+    return codes;
 }
 
 /* N rows of activations times a panel; all but the pointers is known when this is compiled. */
@@ -132,7 +107,7 @@ INLINE void product(const uint8_t *panel, const struct activations *x, const int
                         dots[i] = v_word(-bias * sum);
                     }
                     for (int c = two_groups ? 4 * group : 0; c < (two_groups ? 4 * group + 4 : 8); c++) {
-                        V weights = chunk(panel, bits, table, values, c, h);
+                        V weights = dot_codes(panel, bits, table, values, c, h);
                         for (int i = 0; i < N; i++) {
                             int32_t four;
                             memcpy(&four, codes[i] + COLUMNS * b + 4 * c, 4);
@@ -140,17 +115,8 @@ INLINE void product(const uint8_t *panel, const struct activations *x, const int
                                                 : v_dot(dots[i], weights, v_word(four));
                         }
                     }
-                    F s, m;
-                    const int lane = h * LANES;
-                    switch (kind) {
-                    case F16: s = f_half(scale + 2 * lane); break;
-                    case F16_OFFSET: s = f_half(scale + 2 * lane); m = f_half(scale + 32 + 2 * lane); break;
-                    case U6: s = f_u8(scale + lane); m = f_u8(scale + 16 + lane); break;
-                    case U4: s = f_low4(scale + 16 * group + lane); m = f_high4(scale + 16 * group + lane); break;
-                    case I8: s = f_i8(scale + 16 * group + lane); break;
-                    case I8_WIDE: s = f_i8(scale + lane); break;
-                    case E8: s = f_e8(scale + lane); break;
-                    }
+                    const F s = scale_of(kind, scale, group, h);
+                    const F m = minimum_of(kind, scale, group, h);
                     for (int i = 0; i < N; i++) {
                         F step = f_mul(s, f_all(scales[i][b]));
                         F *to = has_super ? &part[i][h] : &total[i][h];
