@@ -6,13 +6,13 @@ import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import trio
 
 from kvasir_peer.agent.chunk_transfer import Download, TransferProgress
 from kvasir_peer.agent.manifest_fetch import fetch_manifest
+from kvasir_peer.agent.membership import Membership
 from kvasir_peer.engines import orders
 from kvasir_peer.engines.architectures import ModelShape
 from kvasir_peer.errors import EngineError, LinkError, RefusedError, WireError
@@ -69,15 +69,7 @@ class CoordinatorConfig:
         expert_floor_ms: least time of the own experts for each row-expert pair; for measurements.
     """
 
-    bridge: str
-    bridge_addresses: tuple[str, ...]
-    secret: str
-    home: Path
-    memory: int
-    engine: str
-    device: str
-    precision: Literal["exact", "fast"]
-    threads: int
+    membership: Membership
     slots: int
     context_length: int
     micro_batch_rows: int
@@ -106,6 +98,7 @@ class CoordinatorPeer:
         self._engine = engine
         self._store = store
         self._config = config
+        self._membership = config.membership
         self._verify = verify
         self._tell = report
         self._run = secrets.randbits(62)
@@ -125,9 +118,9 @@ class CoordinatorPeer:
             RefusedError: the bridge does not let this peer in.
             ResourceError: the model does not fit.
         """
-        config = self._config
-        async with self._node.http_client(config.bridge, config.bridge_addresses) as http:
-            self._market = MarketClient(http, config.bridge, self._verify)
+        mine = self._membership
+        async with self._node.http_client(mine.bridge, mine.bridge_addresses) as http:
+            self._market = MarketClient(http, mine.bridge, self._verify)
             joined = await self._join()
             order, shape = await self._fetch(joined)
             self._model = joined.manifest
@@ -139,7 +132,7 @@ class CoordinatorPeer:
         while True:
             try:
                 self._tell(CoordinatorNews("joining", "asks the bridge for its model"))
-                return await self._market.join(Join(self._config.secret))
+                return await self._market.join(Join(self._membership.secret))
             except LinkError as error:
                 self._tell(CoordinatorNews("joining", f"the bridge does not answer; trying again ({error})"))
                 await patience.pause()
@@ -148,8 +141,8 @@ class CoordinatorPeer:
         from kvasir_peer.engines.architectures import parse
         from kvasir_peer.models.sources import StoreSource
 
-        config = self._config
-        file = config.home / "manifests" / f"{joined.manifest}.manifest"
+        config, mine = self._config, self._membership
+        file = mine.manifest(joined.manifest)
         part = StageSlice(0, joined.n_layer, joined.n_layer)
         manifest = await fetch_manifest(self._market.http, joined.manifest, part, file)
         chunks = chunks_of(manifest, part)
@@ -170,7 +163,7 @@ class CoordinatorPeer:
             orders.LoadStage(
                 job=0,
                 weights=orders.StoreWeights(str(self._store.root), str(file)),
-                engine=config.engine,
+                engine=mine.engine,
                 stage=0,
                 stages=1,
                 first=0,
@@ -183,11 +176,11 @@ class CoordinatorPeer:
                 max_rows=rows,
                 dtype="f32",
                 top_logprobs=config.top_logprobs,
-                precision=config.precision,
-                threads=config.threads,
-                device=config.device,
+                precision=mine.precision,
+                threads=mine.threads,
+                device=mine.device,
                 arena=orders.ArenaShape(config.max_in_flight + 1 + EXPERT_BUFFERS, room),
-                memory_limit=config.memory,
+                memory_limit=mine.memory,
                 expert_floor_ms=config.expert_floor_ms,
             ),
             shape,
@@ -222,7 +215,7 @@ class CoordinatorPeer:
                     layers,
                     shape.n_embd,
                     used,
-                    config.precision,
+                    config.membership.precision,
                     config.settings,
                     config.mode,
                     config.remote,
@@ -242,7 +235,10 @@ class CoordinatorPeer:
         core = self._core = Coordinator(self._engine, widths, self._news, dispatcher)
         self._welcome = wire.Welcome(config.slots, order.context_length, order.vocab, config.top_logprobs)
         self._node.handle(
-            wire.PROTOCOL, wire.MAX_OPENING_FRAME, self._take_link, accept=lambda p: p == config.bridge
+            wire.PROTOCOL,
+            wire.MAX_OPENING_FRAME,
+            self._take_link,
+            accept=lambda p: p == config.membership.bridge,
         )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._heartbeat)
@@ -273,7 +269,7 @@ class CoordinatorPeer:
         patience = Patience()
         while True:
             join = Join(
-                self._config.secret,
+                self._membership.secret,
                 "",
                 self._model,
                 tuple(self._node.addresses())[:16],

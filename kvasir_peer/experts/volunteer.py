@@ -15,6 +15,7 @@ import trio
 
 from kvasir_peer.agent.chunk_transfer import Download, TransferProgress, serve_chunks
 from kvasir_peer.agent.manifest_fetch import fetch_manifest
+from kvasir_peer.agent.membership import Membership
 from kvasir_peer.engines import orders
 from kvasir_peer.errors import KvasirError, LinkError, RefusedError, ResourceError, WireError
 from kvasir_peer.experts.expert_server import ExpertServer, ServerStatistics
@@ -79,16 +80,7 @@ class VolunteerConfig:
         rate: row-expert pairs per second, as measured; 0 where it was not.
     """
 
-    bridge: str
-    bridge_addresses: tuple[str, ...]
-    secret: str
-    home: Path
-    memory: int
-    disk: int
-    engine: str
-    device: str
-    precision: Literal["exact", "fast"]
-    threads: int
+    membership: Membership
     model: str = ""
     expansion: float = 2.2
     rate: float = 0.0
@@ -134,6 +126,7 @@ class Volunteer:
         self._engine = engine
         self._store = store
         self._config = config
+        self._membership = config.membership
         self._sign = sign
         self._verify = verify
         self._tell = report
@@ -156,7 +149,7 @@ class Volunteer:
             engine,
             current_map=lambda: self._map,
             newer_map=lambda: self._map_event,
-            precision=config.precision,
+            precision=config.membership.precision,
         )
 
     # -- the owner's wishes ---------------------------------------------------------------------------------
@@ -189,7 +182,7 @@ class Volunteer:
         return lambda permit: permits(
             permit.data,
             permit.signature,
-            bridge=self._config.bridge,
+            bridge=self._membership.bridge,
             peer=peer,
             now=time.time(),
             verify=self._verify,
@@ -208,9 +201,9 @@ class Volunteer:
         """
         self._node.handle(experts.PROTOCOL, experts.MAX_HELLO_FRAME, self._server.take_link)
         self._engine.crashed = self._engine_crashed
-        config = self._config
-        async with self._node.http_client(config.bridge, config.bridge_addresses) as http:
-            self._market = MarketClient(http, config.bridge, self._verify)
+        mine = self._membership
+        async with self._node.http_client(mine.bridge, mine.bridge_addresses) as http:
+            self._market = MarketClient(http, mine.bridge, self._verify)
             await trio.to_thread.run_sync(self._look_at_disk)
             try:
                 patience = Patience()
@@ -227,8 +220,7 @@ class Volunteer:
 
     def _look_at_disk(self) -> None:
         """Which experts of the model that came last are on disk: the bridge gives those again, and tells others."""
-        folder = self._config.home / "manifests"
-        files = sorted(folder.glob("*.manifest"), key=lambda file: file.stat().st_mtime)
+        files = sorted(self._membership.manifests.glob("*.manifest"), key=lambda file: file.stat().st_mtime)
         for file in files[-1:]:
             try:
                 manifest = Manifest.decode(file.read_bytes(), file.stem)
@@ -317,15 +309,15 @@ class Volunteer:
         await self._serve(given)
 
     def _offer(self, *, wait: float = 0.0, lease: int = 0, progress: int = 0, give_back: bool = False) -> Ask:
-        config = self._config
+        config, mine = self._config, self._membership
         return Ask(
-            secret=config.secret,
-            memory=int(config.memory * self._share),
-            disk=config.disk,
+            secret=mine.secret,
+            memory=int(mine.memory * self._share),
+            disk=mine.disk,
             expansion=config.expansion,
             rate=config.rate,
             addresses=tuple(self._node.addresses()),
-            device=f"{config.engine} {config.device}",
+            device=f"{mine.engine} {mine.device}",
             model=config.model,
             held=() if lease else self._held,
             manifest="" if lease else self._held_model,
@@ -369,7 +361,7 @@ class Volunteer:
             nursery.start_soon(report)
             failure: KvasirError | None = None
             try:
-                file = self._config.home / "manifests" / f"{given.manifest}.manifest"
+                file = self._membership.manifest(given.manifest)
                 manifest = await fetch_manifest(self._market.http, given.manifest, part, file)
                 chunks = chunks_of(manifest, part)
                 await trio.to_thread.run_sync(self._store.ensure_room, chunks)
@@ -393,20 +385,20 @@ class Volunteer:
             raise failure
 
     async def _load(self, given: Given, manifest: Path, metadata: object) -> None:
-        config = self._config
+        mine = self._membership
         wanted = await self._newest_map(given)
         self._crashed = trio.Event()
         order = orders.LoadBank(
             0,
             orders.StoreWeights(str(self._store.root), str(manifest)),
-            config.engine,
+            mine.engine,
             given.triples,
             wanted.max_rows,
-            config.precision,
-            config.threads,
-            config.device,
+            mine.precision,
+            mine.threads,
+            mine.device,
             orders.ArenaShape(FRAME_BUFFERS, wanted.bounds().rows_payload(wanted.max_rows, wanted.experts)),
-            config.memory,
+            mine.memory,
         )
         answer = await self._engine.load_bank(order)
         self._set(
@@ -478,21 +470,21 @@ class Volunteer:
                 self._set("serving", f"serves {ExpertSlice(given.triples)}")
 
     def _claim(self, given: Given, *, wait: float = 0.0, leaving: bool = False) -> Coverage:
-        served = self._server.statistics()
+        mine, served = self._membership, self._server.statistics()
         rate = served.pairs / (served.held_ms / 1e3) if served.held_ms > 0 else self._config.rate
         claim = Claim(
             self._node.peer_id,
-            self._config.bridge,
+            mine.bridge,
             time.time(),
             given.model,
             given.lease,
             given.triples,
             tuple(self._node.addresses())[:16],
-            f"{self._config.engine} {self._config.device}"[:128],
+            f"{mine.engine} {mine.device}"[:128],
             rate,
             leaving,
         )
-        return sign_claim(claim, self._sign, wait=wait, secret=self._config.secret)
+        return sign_claim(claim, self._sign, wait=wait, secret=mine.secret)
 
     def statistics(self) -> VolunteerStatistics:
         """A snapshot."""

@@ -6,7 +6,6 @@ import base64
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,6 +15,7 @@ from kvasir_peer.agent.chunk_transfer import Download, TransferProgress
 from kvasir_peer.agent.engine import Engine
 from kvasir_peer.agent.loop_lag import LoopLag
 from kvasir_peer.agent.manifest_fetch import fetch_manifest
+from kvasir_peer.agent.membership import Membership
 from kvasir_peer.engines import orders as engine_orders
 from kvasir_peer.errors import KvasirError, LinkError, PlanError, RefusedError, UsageError, WireError
 from kvasir_peer.models.manifest import Manifest
@@ -86,23 +86,6 @@ class StageNews:
 
 
 @dataclass(frozen=True)
-class StagePeerConfig:
-    """What the role decides before the peer starts."""
-
-    bridge: str
-    bridge_addresses: tuple[str, ...]
-    secret: str
-    home: Path
-    memory: int
-    disk: int
-    engine: str
-    device: str
-    precision: str
-    threads: int
-    read_bytes_per_second: float = 0.0
-
-
-@dataclass(frozen=True)
 class _Prepared:
     """What an engine can hold: a plan of another epoch with the same values needs no new load."""
 
@@ -120,7 +103,7 @@ class StagePeer:
         node: up, with its relays.
         engine: a running engine process.
         store: for chunks.
-        config: what to offer, and to whom.
+        membership: what to offer, and to whom.
         sign, verify: with this peer's key; by peer id.
         report: told what happens.
         experts: sends routed rows to volunteers; None computes them here.
@@ -131,7 +114,7 @@ class StagePeer:
         node: Node,
         engine: Engine,
         store: ChunkStore,
-        config: StagePeerConfig,
+        membership: Membership,
         *,
         sign: Sign,
         verify: Verify,
@@ -142,7 +125,7 @@ class StagePeer:
         self._node = node
         self._engine = engine
         self._store = store
-        self._config = config
+        self._membership = membership
         self._sign = sign
         self._verify = verify
         self._tell = report
@@ -231,7 +214,8 @@ class StagePeer:
 
     async def _poll(self) -> None:
         failures = 0
-        async with self._node.http_client(self._config.bridge, self._config.bridge_addresses) as client:
+        mine = self._membership
+        async with self._node.http_client(mine.bridge, mine.bridge_addresses) as client:
             self._client = client
             while True:
                 busy = self._state in ("fetching", "loading")
@@ -258,22 +242,21 @@ class StagePeer:
     async def _post(self, client: httpx.AsyncClient, wait: float) -> Orders:
         import httpx
 
-        plan = self._plan
+        plan, mine = self._plan, self._membership
         body = Report(
             offer=volunteering.Offer(
-                memory=self._config.memory,
-                disk=self._config.disk,
-                engine=self._config.engine,
-                device=self._config.device,
-                precision=self._config.precision,
-                threads=self._config.threads,
+                memory=mine.memory,
+                disk=mine.disk,
+                engine=mine.engine,
+                device=mine.device,
+                precision=mine.precision,
+                threads=mine.threads,
                 addresses=tuple(self._node.addresses()),
-                read_bytes_per_second=self._config.read_bytes_per_second,
                 on_disk=tuple(sorted(self._on_disk)),
                 loaded=(self._loaded.first, self._loaded.end) if self._loaded else None,
                 measured=self._measured,
             ),
-            secret=self._config.secret,
+            secret=mine.secret,
             state=self._state,
             plan=plan.id if plan else "",
             epoch=plan.epoch if plan else 0,
@@ -338,7 +321,7 @@ class StagePeer:
                 self._over.set()
             return
         if orders.plan:
-            plan = decode_plan(base64.b64decode(orders.plan), self._config.bridge, self._verify)
+            plan = decode_plan(base64.b64decode(orders.plan), self._membership.bridge, self._verify)
             if orders.assigned == "stage":
                 self._take_place(plan, orders.sources)
             elif orders.slice is not None:
@@ -460,7 +443,7 @@ class StagePeer:
     ) -> str:
         self._set("fetching", f"fetching {label}", Transfer(0, 0))
         part = StageSlice(wanted.first, wanted.end, plan.n_layer)
-        self._manifest_file = self._config.home / "manifests" / f"{plan.model}.manifest"
+        self._manifest_file = self._membership.manifest(plan.model)
         manifest = await fetch_manifest(self._client, plan.model, part, self._manifest_file)
         chunks = chunks_of(manifest, part)
 
@@ -478,11 +461,12 @@ class StagePeer:
 
     async def _load(self, plan: Plan, wanted: _Prepared, label: str) -> str:
         self._set("loading", f"loading {label}", Transfer(0, 0))
+        mine = self._membership
         boundary = tensor_bytes(plan.dtype, plan.widths.micro_batch_rows, plan.n_embd)
         order = engine_orders.LoadStage(
             job=0,
             weights=engine_orders.StoreWeights(str(self._store.root), str(self._manifest_file)),
-            engine=self._config.engine,
+            engine=mine.engine,
             stage=next(i for i, s in enumerate(plan.stages) if s.first == wanted.first),
             stages=len(plan.stages),
             first=wanted.first,
@@ -495,12 +479,12 @@ class StagePeer:
             max_rows=plan.widths.micro_batch_rows,
             dtype=plan.dtype,
             top_logprobs=plan.widths.top_logprobs,
-            precision=self._config.precision,
-            threads=self._config.threads,
-            device=self._config.device,
+            precision=mine.precision,
+            threads=mine.threads,
+            device=mine.device,
             # One in the engine, the rest waiting for it or for the link.
             arena=engine_orders.ArenaShape(plan.widths.max_in_flight + 1, boundary),
-            memory_limit=self._config.memory,
+            memory_limit=mine.memory,
             # Who takes over in the middle of answers has no time for it.
             measure=self._plan is None or plan.epoch == 1,
         )

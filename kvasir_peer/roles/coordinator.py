@@ -36,15 +36,7 @@ async def run_coordinator(settings: CoordinatorSettings, *, report: Report) -> N
 
     async with open_member(settings, "coordinator", report, memory_share=FREE_MEMORY_SHARE) as member:
         config = CoordinatorConfig(
-            bridge=member.invitation.bridge,
-            bridge_addresses=(),
-            secret=member.invitation.credential(),
-            home=settings.home,
-            memory=member.memory,
-            engine=member.engine_name,
-            device=member.device,
-            precision=member.precision,
-            threads=settings.threads,
+            member.membership,
             slots=settings.slots,
             context_length=settings.context_length,
             micro_batch_rows=settings.micro_batch_rows,

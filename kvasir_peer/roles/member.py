@@ -6,12 +6,12 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 import trio
 
 from kvasir_peer import identity
 from kvasir_peer.agent.engine import Engine, open_engine
+from kvasir_peer.agent.membership import Membership
 from kvasir_peer.engines.choice import choose_engine, free_memory
 from kvasir_peer.identity import Identity
 from kvasir_peer.models.store import ChunkStore
@@ -19,7 +19,6 @@ from kvasir_peer.net.node import Node
 from kvasir_peer.progress import Progress, Report
 from kvasir_peer.roles.reaching import reach_relays
 from kvasir_peer.settings import ComputingSettings
-from kvasir_peer.ticket import Ticket
 
 
 @dataclass(frozen=True)
@@ -27,21 +26,16 @@ class Member:
     """The parts, all of them running.
 
     Attributes:
-        invitation: the ticket it joins with.
         me: its key.
-        engine: the process; ``engine_name`` on ``device`` computes in it, at ``precision``.
-        memory: bytes for weights, cache, workspace and the engine itself.
+        engine: the process.
+        membership: by its ticket and its settings.
     """
 
-    invitation: Ticket
     me: Identity
     node: Node
     store: ChunkStore
     engine: Engine
-    engine_name: str
-    device: str
-    precision: Literal["exact", "fast"]
-    memory: int
+    membership: Membership
 
 
 @asynccontextmanager
@@ -62,9 +56,20 @@ async def open_member(
     me = identity.load_or_create(settings.identity_path)
     report(Progress("start", me.peer_id))
     engine_name, device = choose_engine(settings.engine, settings.device)
-    memory = settings.memory or int(free_memory(device) * memory_share)
+    membership = Membership(
+        bridge=invitation.bridge,
+        bridge_addresses=(),
+        secret=invitation.credential(),
+        home=settings.home,
+        memory=settings.memory or int(free_memory(device) * memory_share),
+        disk=settings.disk_limit(),
+        engine=engine_name,
+        device=device,
+        precision="exact" if settings.precision == "exact" else "fast",
+        threads=settings.threads,
+    )
     relays = settings.relays or invitation.relays
-    with await trio.to_thread.run_sync(ChunkStore, settings.store_path, settings.disk_limit()) as store:
+    with await trio.to_thread.run_sync(ChunkStore, settings.store_path, membership.disk) as store:
         async with Node.open(
             me.private_key,
             relays=relays,
@@ -78,14 +83,4 @@ async def open_member(
             await reach_relays(node, report)
             report(Progress("load", f"computes with {engine_name} on {device}"))
             async with open_engine() as engine:
-                yield Member(
-                    invitation,
-                    me,
-                    node,
-                    store,
-                    engine,
-                    engine_name,
-                    device,
-                    "exact" if settings.precision == "exact" else "fast",
-                    memory,
-                )
+                yield Member(me, node, store, engine, membership)

@@ -10,7 +10,7 @@ from kvasir_peer import identity
 from kvasir_peer.experts.dispatch_policy import DispatchSettings
 from kvasir_peer.experts.stage_experts import StageExperts
 from kvasir_peer.progress import Progress, Report, Step
-from kvasir_peer.ring.stage_peer import StageNews, StagePeer, StagePeerConfig
+from kvasir_peer.ring.stage_peer import StageNews, StagePeer
 from kvasir_peer.roles.member import open_member
 from kvasir_peer.settings import StageSettings
 
@@ -83,30 +83,18 @@ async def _run(settings: StageSettings, report: Report, leaving: Leaving) -> Non
         experts = StageExperts(
             member.node,
             member.engine,
-            bridge=member.invitation.bridge,
+            bridge=member.membership.bridge,
             bridge_addresses=(),
-            precision=member.precision,
+            precision=member.membership.precision,
             settings=DispatchSettings(saturation_threshold=settings.saturation_threshold),
             mode="strict" if settings.checks == "strict" else "sampled",
             verify=identity.verify,
-        )
-        config = StagePeerConfig(
-            bridge=member.invitation.bridge,
-            bridge_addresses=(),
-            secret=member.invitation.credential(),
-            home=settings.home,
-            memory=member.memory,
-            disk=settings.disk_limit(),
-            engine=member.engine_name,
-            device=member.device,
-            precision=settings.precision,
-            threads=settings.threads,
         )
         peer = StagePeer(
             member.node,
             member.engine,
             member.store,
-            config,
+            member.membership,
             sign=member.me.sign,
             verify=identity.verify,
             report=tell,

@@ -50,18 +50,9 @@ async def run_volunteer(settings: VolunteerSettings, *, report: Report) -> None:
         trio.open_nursery() as nursery,
     ):
         config = VolunteerConfig(
-            bridge=member.invitation.bridge,
-            bridge_addresses=(),
-            secret=member.invitation.credential(),
-            home=settings.home,
-            memory=member.memory,
-            disk=settings.disk_limit(),
-            engine=member.engine_name,
-            device=member.device,
-            precision=member.precision,
-            threads=settings.threads,
+            member.membership,
             model=settings.model,
-            expansion=EXPANSION[how_it_holds(member.engine_name, member.device)],
+            expansion=EXPANSION[how_it_holds(member.membership.engine, member.membership.device)],
         )
         volunteer = Volunteer(
             member.node,

@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from kvasir_peer import identity
 from kvasir_peer.agent.chunk_transfer import serve_chunks
 from kvasir_peer.agent.engine import open_engine
+from kvasir_peer.agent.membership import Membership
 from kvasir_peer.api.experts import expert_routes
 from kvasir_peer.api.swarm import swarm_routes
 from kvasir_peer.engines.architectures import parse
@@ -135,19 +136,11 @@ async def volunteer(
         Node.open(me.private_key, listen=[LOOPBACK]) as node,
         trio.open_nursery() as nursery,
     ):
-        config = VolunteerConfig(
-            of.me.peer_id,
-            tuple(of.node.addresses()),
-            SECRET.hex(),
-            home,
-            1 << 30,
-            disk,
-            "onnx",
-            "cpu",
-            "exact",
-            1,
-            local_web=local_web,
+        addresses = tuple(of.node.addresses())
+        membership = Membership(
+            of.me.peer_id, addresses, SECRET.hex(), home, 1 << 30, disk, "onnx", "cpu", "exact", 1
         )
+        config = VolunteerConfig(membership, local_web=local_web)
         with ChunkStore(home / "store", 1 << 30) as store:
             news: list[VolunteerNews] = []
             one = Volunteer(

@@ -11,10 +11,11 @@ import trio.testing
 from helpers_epochs import BRIDGE, Member, Net, plan_of
 
 from kvasir_peer import identity
+from kvasir_peer.agent.membership import Membership
 from kvasir_peer.errors import WireError
 from kvasir_peer.net.memory import memory_link_pair
 from kvasir_peer.ring.stage import StageEpoch
-from kvasir_peer.ring.stage_peer import StagePeer, StagePeerConfig
+from kvasir_peer.ring.stage_peer import StagePeer
 from kvasir_peer.serving.widths import Widths
 from kvasir_peer.wire import ring
 
@@ -49,12 +50,12 @@ async def test_an_order_that_comes_before_an_epoch_has_begun_ends_it_all_the_sam
     async with trio.open_nursery() as nursery:
         net, members = Net(nursery), [Member(), Member()]
         plan = plan_of(members, [0, 1, 2], WIDTHS)
-        config = StagePeerConfig(BRIDGE.peer_id, (), "", tmp_path, 1, 1, "onnx", "cpu", "exact", 1)
+        membership = Membership(BRIDGE.peer_id, (), "", tmp_path, 1, 1, "onnx", "cpu", "exact", 1)
         peer = StagePeer(
             net.node(members[1].peer),  # type: ignore[arg-type]
             SimpleNamespace(),  # type: ignore[arg-type]
             SimpleNamespace(),  # type: ignore[arg-type]
-            config,
+            membership,
             sign=members[1].key.sign,
             verify=identity.verify,
         )
