@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -46,7 +46,7 @@ class ExpertsService(Protocol):
         """A coordinator is there; RefusedError."""
         ...
 
-    async def dispatcher(self, peer: str, report: DispatchReport) -> None:
+    async def dispatcher(self, peer: str, report: DispatchReport) -> Heard:
         """What a dispatching stage has seen; RefusedError."""
         ...
 
@@ -89,19 +89,28 @@ def expert_routes(service: ExpertsService) -> list[Route]:
     def answer(body: msgspec.Struct) -> Response:
         return Response(msgspec.json.encode(body), media_type="application/json")
 
+    async def of_peer(
+        request: Request,
+        decoder: Any,
+        serve: Callable[[str, Any], Awaitable[msgspec.Struct]],
+        over_libp2p: str,
+    ) -> Response:
+        """Answer a peer whose key has proved who it is, and who says something that parses."""
+        peer = peer_of(request)
+        if peer is None:
+            return error(403, f"{over_libp2p} over libp2p, where its key proves who it is")
+        body = await parse(request, decoder)
+        if isinstance(body, Response):
+            return body
+        try:
+            return answer(await serve(peer, body))
+        except RefusedError as refusal:
+            return error(403, str(refusal))
+
     async def volunteer(request: Request) -> Response:
         if request.method == "GET":
             return answer(service.would_give(_budget(request)))
-        peer = peer_of(request)
-        if peer is None:
-            return error(403, "a peer volunteers over libp2p, where its key proves who it is")
-        ask = await parse(request, asks)
-        if isinstance(ask, Response):
-            return ask
-        try:
-            return answer(await service.volunteer(peer, ask))
-        except RefusedError as refusal:
-            return error(403, str(refusal))
+        return await of_peer(request, asks, service.volunteer, "a peer volunteers")
 
     async def coverage(request: Request) -> Response:
         claim = await parse(request, claims)
@@ -115,29 +124,10 @@ def expert_routes(service: ExpertsService) -> list[Route]:
             return error(403 if problem.code in ("signature", "stranger") else 400, str(problem))
 
     async def coordinator(request: Request) -> Response:
-        peer = peer_of(request)
-        if peer is None:
-            return error(403, "a coordinator joins over libp2p, where its key proves who it is")
-        join = await parse(request, joins)
-        if isinstance(join, Response):
-            return join
-        try:
-            return answer(await service.coordinator(peer, join))
-        except RefusedError as refusal:
-            return error(403, str(refusal))
+        return await of_peer(request, joins, service.coordinator, "a coordinator joins")
 
     async def dispatcher(request: Request) -> Response:
-        peer = peer_of(request)
-        if peer is None:
-            return error(403, "a stage reports over libp2p, where its key proves who it is")
-        report = await parse(request, reports)
-        if isinstance(report, Response):
-            return report
-        try:
-            await service.dispatcher(peer, report)
-        except RefusedError as refusal:
-            return error(403, str(refusal))
-        return answer(Heard())
+        return await of_peer(request, reports, service.dispatcher, "a stage reports")
 
     async def dispatch_map(request: Request) -> Response:
         peer = peer_of(request)

@@ -31,6 +31,7 @@ from kvasir_peer.experts.volunteering import (
     Coverage,
     DispatchReport,
     Given,
+    Heard,
     Join,
     Joined,
     LeasedRange,
@@ -626,7 +627,7 @@ class MarketService:
         await self._take_caught(found.caught)
         self._count(peer, found.run, ((w.peer, w.rows, w.checked) for w in found.workers))
 
-    async def dispatcher(self, peer: str, report: DispatchReport) -> None:
+    async def dispatcher(self, peer: str, report: DispatchReport) -> Heard:
         """What a stage of the ring has seen of workers.
 
         Raises:
@@ -645,6 +646,7 @@ class MarketService:
         self._ring_heat[peer] = dict(report.heat)
         await self._take_caught(report.caught)
         self._count(peer, report.run, ((w.peer, w.rows, w.checked) for w in report.workers))
+        return Heard()
 
     async def _take_caught(self, caught: Iterable[tuple[str, str]]) -> None:
         for peer, why in caught:

@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx
 import msgspec
 import pytest
 import trio
@@ -174,6 +176,15 @@ async def test_strangers_are_refused_and_nobody_covers_for_another(tmp_path) -> 
         assert not stolen.wired and "another peer's" in stolen.why
         assert b.service._state.workers == {}
         assert (await one.cover(one.claim(given))).wired
+
+
+@pytest.mark.parametrize("route", ["expert-volunteer", "coordinator", "dispatcher"])
+async def test_without_a_key_that_proves_who_it_is_nobody_takes_part(route: str) -> None:
+    unused = SimpleNamespace(volunteer=None, coordinator=None, dispatcher=None)
+    app = Starlette(routes=expert_routes(unused))  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://bridge") as client:
+        answer = await client.post(f"/api/{route}", json={"memory": 1, "disk": 1})
+    assert answer.status_code == 403 and "over libp2p" in answer.json()["error"]["message"]
 
 
 async def test_a_held_heartbeat_ends_at_once_when_a_worker_is_quarantined_and_that_survives(tmp_path) -> None:
