@@ -1,6 +1,8 @@
 /* Activations times one panel of weights. */
 #include "chunks.h"
 
+#include <math.h>
+
 /* What table codes stand for, with SIGNED_BIAS added: IQ4 (kvalues_iq4nl of ggml), and twice the e2m1 floats. */
 #define BIASED(v) (uint8_t)((v) + SIGNED_BIAS)
 static const uint8_t TABLES[3][16] = {
@@ -34,10 +36,20 @@ void round_row(const float *x, const struct activations *to, size_t row) {
             int32_t magnitude = bits[i] & 0x7fffffff;
             largest = magnitude > largest ? magnitude : largest;
         }
+        if (largest >= 0x7f800000) {
+            /* Infinite or no number: nothing that the row becomes is one, whatever the weights. */
+            memset(codes, 0, COLUMNS);
+            memset(sums, 0, 2 * sizeof *sums);
+            scales[block] = NAN;
+            continue;
+        }
         float most;
         memcpy(&most, &largest, 4);
-        float scale = most / 127.0f, inverse = most > 0.0f ? 127.0f / most : 0.0f;
-        scales[block] = scale;
+        /* Steps are not below the smallest normal float, the inverse of which is a float too. */
+        float step = most / 127.0f, inverse = 127.0f / most;
+        step = step < 0x1p-126f ? 0x1p-126f : step;
+        inverse = inverse > 0x1p126f ? 0x1p126f : inverse;
+        scales[block] = largest ? step : 0.0f;
         /* Added to 1.5 * 2 ** 23 a float is rounded to a whole number, which is then in its low bits. */
         int32_t whole[COLUMNS];
         for (int i = 0; i < COLUMNS; i++) {

@@ -32,6 +32,7 @@ typedef struct shape Shape;
 #define TENSOR_DATA(api) ((Status * (*)(Value *, void **))(api)[51])
 #define DIMENSIONS_COUNT(api) ((Status * (*)(const Shape *, size_t *))(api)[61])
 #define DIMENSIONS(api) ((Status * (*)(const Shape *, int64_t *, size_t))(api)[62])
+#define ELEMENTS(api) ((Status * (*)(const Shape *, size_t *))(api)[64])
 #define SHAPE_OF(api) ((Status * (*)(const Value *, Shape **))(api)[65])
 #define ATTRIBUTE(api) ((Status * (*)(const Info *, const char *, int64_t *))(api)[86])
 #define INPUT_COUNT(api) ((Status * (*)(const Context *, size_t *))(api)[88])

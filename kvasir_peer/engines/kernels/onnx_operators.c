@@ -13,6 +13,9 @@
 #include "onnx_abi.h"
 #include "work.h"
 
+/* No matrix is so long or wide, nor are there so many experts; sizes of any within fit a size_t. */
+#define MOST (1 << 22)
+
 struct call {
     Api api;
     Context *context;
@@ -25,10 +28,11 @@ static bool run_parts(const void *self, void (*part)(void *, size_t), size_t cou
 
 static Status *refuse(Api api, const char *what) { return CREATE_STATUS(api)(INVALID_ARGUMENT, what); }
 
-/* An input's data, and its two dimensions where it has two; NULL where it is left out. */
-static Status *input(Api api, const Context *context, size_t index, void **data, int64_t dims[2]) {
+/* An input's data, NULL where it is left out. It has two dimensions, which are returned, or as many elements as given. */
+static Status *input(Api api, const Context *context, size_t index, void **data, int64_t dims[2], size_t elements) {
     size_t count;
     const Value *value = NULL;
+    Shape *shape;
     *data = NULL;
     Status *status = INPUT_COUNT(api)(context, &count);
     if (status || index >= count)
@@ -36,19 +40,16 @@ static Status *input(Api api, const Context *context, size_t index, void **data,
     status = INPUT(api)(context, index, &value);
     if (status || !value)
         return status;
-    if (dims) {
-        Shape *shape;
-        status = SHAPE_OF(api)(value, &shape);
-        if (status)
-            return status;
-        status = DIMENSIONS_COUNT(api)(shape, &count);
-        if (!status)
-            status = count == 2 ? DIMENSIONS(api)(shape, dims, 2) : refuse(api, "an input has not two dimensions");
-        RELEASE_SHAPE(api)(shape);
-        if (status)
-            return status;
-    }
-    return TENSOR_DATA(api)((Value *)value, data);
+    status = SHAPE_OF(api)(value, &shape);
+    if (status)
+        return status;
+    status = dims ? DIMENSIONS_COUNT(api)(shape, &count) : ELEMENTS(api)(shape, &count);
+    if (!status && dims)
+        status = count == 2 ? DIMENSIONS(api)(shape, dims, 2) : refuse(api, "an input has not two dimensions");
+    else if (!status && count != elements)
+        status = refuse(api, "weights or biases are not of the size that type, rows and columns make");
+    RELEASE_SHAPE(api)(shape);
+    return status ? status : TENSOR_DATA(api)((Value *)value, data);
 }
 
 static Status *output(Api api, Context *context, int64_t n, int64_t width, float **data) {
@@ -68,7 +69,11 @@ static Status *attributes(Api api, const Info *info, const char *const *names, i
 }
 
 static bool fits(const struct kind *kind, int64_t rows, int64_t columns) {
-    return kind && rows > 0 && columns > 0 && columns % kind->block == 0;
+    return kind && rows > 0 && rows <= MOST && columns > 0 && columns <= MOST && columns % kind->block == 0;
+}
+
+static size_t bytes_of(const struct matrix *w, size_t count) {
+    return count * ((w->rows + PANEL_ROWS - 1) / PANEL_ROWS) * panel_bytes(w->kind->bits, w->kind->scales, w->columns);
 }
 
 static enum element is_float(const struct operator_v20 *self, size_t index) {
@@ -124,8 +129,9 @@ static Status *linear_compute(void *self, Context *context) {
     void *x, *panels, *bias;
     float *y;
     Status *status;
-    if ((status = input(api, context, 0, &x, dims)) || (status = input(api, context, 1, &panels, NULL)) ||
-        (status = input(api, context, 2, &bias, NULL)))
+    if ((status = input(api, context, 0, &x, dims, 0)) ||
+        (status = input(api, context, 1, &panels, NULL, bytes_of(&op->w, 1))) ||
+        (status = input(api, context, 2, &bias, NULL, op->w.rows)))
         return status;
     if (!x || !panels || dims[1] != (int64_t)op->w.columns)
         return refuse(api, "Linear: an input is missing, or not as wide as the weights");
@@ -174,8 +180,8 @@ static Status *forward_create(const struct operator_v20 *self, Api api, const In
     if (status)
         return status;
     const struct kind *gate = find_kind((int)v[0]), *up = find_kind((int)v[1]), *down = find_kind((int)v[2]);
-    if (!fits(gate, v[4], v[3]) || !fits(up, v[4], v[3]) || !fits(down, v[3], v[4]) || v[5] < 1 || v[6] < SILU ||
-        v[6] > SWIGLU_OAI)
+    if (!fits(gate, v[4], v[3]) || !fits(up, v[4], v[3]) || !fits(down, v[3], v[4]) || v[5] < 1 || v[5] > MOST ||
+        v[6] < SILU || v[6] > SWIGLU_OAI)
         return refuse(api, "FeedForward: no such type or activation, or a width that is no whole number of blocks");
     struct forward_operator *op = malloc(sizeof *op);
     if (!op)
@@ -196,11 +202,16 @@ static Status *forward_compute(void *self, Context *context) {
     Api api = op->api;
     void *in[FORWARD_INPUTS];
     int64_t dims[2], choices[2] = {0, 1}, weights[2] = {0, 1};
+    const struct matrix *gate = &op->experts.gate, *up = &op->experts.up, *down = &op->experts.down;
+    const size_t count = op->experts.count, hidden = count * gate->rows;
+    const size_t sizes[FORWARD_INPUTS] = {[GATE] = bytes_of(gate, count), [UP] = bytes_of(up, count),
+                                          [DOWN] = bytes_of(down, count), [GATE_BIAS] = hidden,
+                                          [UP_BIAS] = hidden, [DOWN_BIAS] = count * down->rows};
     float *y;
     Status *status;
     for (size_t i = 0; i < FORWARD_INPUTS; i++) {
         int64_t *wanted = i == X ? dims : i == PLACES ? choices : i == MIX ? weights : NULL;
-        if ((status = input(api, context, i, &in[i], wanted)))
+        if ((status = input(api, context, i, &in[i], wanted, sizes[i])))
             return status;
     }
     if (!in[X] || !in[GATE] || !in[UP] || !in[DOWN] || dims[1] != (int64_t)op->experts.gate.columns)
