@@ -275,6 +275,7 @@ class _PanelBinding:
     places: I32
     mix: F32
     y: F32
+    done: I32
     run: Bound
 
 
@@ -291,34 +292,49 @@ class _Panels(_Experts):
         moe = layer.moe
         assert moe is not None
         super().__init__(moe.n_expert, held)
-        infos = [source.tensors[layer.name(suffix)] for suffix in EXPERT_WEIGHTS]
-        width, columns = infos[0].shape[1:]
+        self._infos = [source.tensors[layer.name(suffix)] for suffix in EXPERT_WEIGHTS]
+        self._width, self._columns = self._infos[0].shape[1:]
+        self._activation = layer.activation
+        self._library = library
+        self._weights = [self._lay(source, layer, suffix, held, runtime.threads) for suffix in EXPERT_WEIGHTS]
         g = Graph()
-        weights = [self._stage(g, source, layer, suffix, held, runtime.threads) for suffix in EXPERT_WEIGHTS]
-        inputs = [
-            g.input("x", ["n", columns]),
-            *(panels for panels, _ in weights),
-            g.input("places", ["n", "k"], np.int32),
-            g.input("mix", ["n", "k"]),
-            *(bias for _, bias in weights),
-        ]
-        y = forward_node(g, library, inputs, infos, columns, width, self.count, layer.activation)
-        g.output(y, "y", ["n", columns])
+        x = g.input("x", ["n", self._columns])
+        places, mix = g.input("places", ["n", "k"], np.int32), g.input("mix", ["n", "k"])
+        y, done = self.node(g, x, places, mix)
+        g.output(y, "y", ["n", self._columns])
+        g.output(done, "done", [1, 2], np.int32)
         self._session = g.session(runtime)
-        self._columns = columns
         self._buffers = buffers
         self._bound: OrderedDict[tuple[int, int], _PanelBinding] = OrderedDict()
 
-    def _stage(
+    def node(self, g: Graph, x: str, places: str, mix: str) -> tuple[str, str]:
+        """Add the experts to a graph.
+
+        Args:
+            g: the graph.
+            x: [n, columns].
+            places: int32 [n, k], of experts here; one that is out of range adds nothing.
+            mix: [n, k], their weights.
+
+        Returns:
+            The weighted sum, [n, columns]; how many experts were computed and how many rows of all of them.
+        """
+        biases = ["" if bias is None else g.resident(bias) for _, bias in self._weights]
+        inputs = [x, *(g.resident(laid) for laid, _ in self._weights), places, mix, *biases]
+        y, done = forward_node(
+            g, self._library, inputs, self._infos, self._columns, self._width, self.count, self._activation
+        )
+        return y, done
+
+    def _lay(
         self,
-        g: Graph,
         source: TensorSource,
         layer: LayerShape,
         suffix: str,
         held: list[tuple[int, int]],
         threads: int,
-    ) -> tuple[str, str]:
-        """Add the panels of one matrix of all experts, and their biases or ""."""
+    ) -> tuple[NDArray[np.uint8], F32 | None]:
+        """Return the panels of one matrix of all experts, and their biases."""
         info = source.tensors[layer.name(suffix)]
         rows, columns = info.shape[1:]
         each = panels.panel_bytes(info.type, rows, columns)
@@ -338,7 +354,7 @@ class _Panels(_Experts):
                     if bias is not None:
                         biases.append(bias.reshape(hi - lo, -1))
                     at += hi - lo
-        return g.resident(out), g.resident(np.concatenate(biases)) if biases else ""
+        return out, np.concatenate(biases) if biases else None
 
     def compute(self, x: F32, ids: I32, weights: F32) -> tuple[F32, int, int]:
         bound = self._bound.get(ids.shape)
@@ -350,15 +366,16 @@ class _Panels(_Experts):
         np.copyto(bound.mix, weights)
         np.copyto(bound.x, x)
         bound.run()
-        here = bound.places[bound.places >= 0]
-        return bound.y.copy(), int(np.count_nonzero(np.bincount(here))), here.size
+        experts, rows = bound.done[0].tolist()
+        return bound.y.copy(), experts, rows
 
     def _bind(self, n: int, k: int) -> _PanelBinding:
         """Tie the session to buffers for n rows of k choices."""
         x, y = (self._buffers.take(name, n, self._columns) for name in ("x", "y"))
         places, mix = np.empty((n, k), np.int32), np.empty((n, k), np.float32)
-        run = self._session.bind({"x": x, "places": places, "mix": mix}, {"y": y})
-        return _PanelBinding(x, places, mix, y, run)
+        done = np.zeros((1, 2), np.int32)
+        run = self._session.bind({"x": x, "places": places, "mix": mix}, {"y": y, "done": done})
+        return _PanelBinding(x, places, mix, y, done, run)
 
 
 class _Single(_Experts):
@@ -568,11 +585,34 @@ class OnnxBank(ExpertBank):
         self.check(self._layers, self._max_rows, layer, x, ids, weights)
         experts = self._layers[layer]
         y, runs, rows = experts.compute(np.ascontiguousarray(x), ids, weights)
-        self._calls += 1
-        self._rows += len(x)
-        self._expert_runs += runs
-        self._expert_rows += rows
+        self.count(1, len(x), runs, rows)
         return y
+
+    def node(self, g: Graph, layer: int, x: str, ids: str, mix: str) -> tuple[str, str] | None:
+        """Add all experts of a layer to a graph of somebody else's.
+
+        Args:
+            g: the graph.
+            layer: whose experts.
+            x: [n, n_embd].
+            ids: int32 [n, k], of experts.
+            mix: [n, k], their weights.
+
+        Returns:
+            The weighted sum; and how many experts were computed and how many rows of all of them, int32 [1, 2], for
+            :meth:`count`. None where not all of them are here as panels.
+        """
+        experts = self._layers[layer]
+        if not isinstance(experts, _Panels) or experts.count < experts.n_expert:
+            return None
+        return experts.node(g, x, ids, mix)
+
+    def count(self, calls: int, rows: int, expert_runs: int, expert_rows: int) -> None:
+        """Take note of what was computed in somebody else's graph."""
+        self._calls += calls
+        self._rows += rows
+        self._expert_runs += expert_runs
+        self._expert_rows += expert_rows
 
     def statistics(self) -> BankStatistics:
         """Return what has been done so far."""

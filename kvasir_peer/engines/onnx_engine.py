@@ -26,6 +26,7 @@ from kvasir_peer.engines.onnx_graph import HEAP_BYTES, SESSION_BYTES
 from kvasir_peer.engines.onnx_linear import Kernels, container, packed_bytes
 from kvasir_peer.engines.onnx_parts import PER_HEAD_SUFFIXES, heads_of
 from kvasir_peer.engines.onnx_probe import probe, usable_kernels
+from kvasir_peer.engines.onnx_row_attention import cache_floats
 from kvasir_peer.engines.onnx_stack import OnnxStack
 
 if TYPE_CHECKING:
@@ -144,6 +145,9 @@ def _stack_memory(
     kv = 0
     for layer in layers:
         heads = heads_of(layer, tensors)
+        if kernels.panels is not None:
+            kv += 4 * spec.n_slots * sum(cache_floats(heads, spec.context_length))
+            continue
         caches = 1 if heads.latent else 2
         kv += 4 * caches * spec.n_slots * spec.context_length * heads.n_head_kv * head_width(heads)
     workspace = HEAP_BYTES + _workspace(shape, spec)

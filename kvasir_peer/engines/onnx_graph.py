@@ -163,10 +163,14 @@ class Graph:
 
     def own(self, library: Path, kind: str, *inputs: str, **attributes: Any) -> str:
         """Add a node with one result, of an operator from a library of ours."""
-        name = self.fresh(kind)
-        self._nodes.append(helper.make_node(kind, list(inputs), [name], domain=_OWN, **attributes))
+        return self.owns(library, kind, 1, *inputs, **attributes)[0]
+
+    def owns(self, library: Path, kind: str, count: int, *inputs: str, **attributes: Any) -> list[str]:
+        """Add a node with several results, of an operator from a library of ours."""
+        names = [self.fresh(kind) for _ in range(count)]
+        self._nodes.append(helper.make_node(kind, list(inputs), names, domain=_OWN, **attributes))
         self._library = library
-        return name
+        return names
 
     def resident(self, array: Array) -> str:
         """Return the name of weights for :meth:`own`, uint8 or float32, which are read in place.

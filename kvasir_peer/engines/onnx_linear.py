@@ -229,33 +229,6 @@ def widen(x: F32, type_id: int) -> F32:
     return wide
 
 
-def feed_forward(
-    g: Graph,
-    library: Path,
-    x: str,
-    matrices: Sequence[Matrix],
-    biases: Sequence[F32 | None],
-    activation: str,
-    *,
-    threads: int = 0,
-) -> str:
-    """Add gate, up, activation and down of a dense layer as one node.
-
-    Args:
-        g: the graph.
-        library: of C kernels.
-        x: [n, columns].
-        matrices: gate, up and down.
-        biases: theirs.
-        activation: of the layer.
-        threads: that lay the weights as panels; 0 for all cores.
-    """
-    inputs = [x, *(g.resident(_panels([m], threads)) for m in matrices), "", ""]
-    inputs += ["" if bias is None else g.resident(bias) for bias in biases]
-    gate = matrices[0]
-    return forward_node(g, library, inputs, matrices, gate.columns, gate.rows, 1, activation)
-
-
 def forward_node(
     g: Graph,
     library: Path,
@@ -265,7 +238,9 @@ def forward_node(
     width: int,
     experts: int,
     activation: str,
-) -> str:
+    *,
+    counted: bool = True,
+) -> list[str]:
     """Add a ``FeedForward`` node (see kernels/onnx_operators.c).
 
     Args:
@@ -277,14 +252,19 @@ def forward_node(
         width: of the hidden layer.
         experts: how many there are.
         activation: of the layer.
+        counted: whether there is a second result.
+
+    Returns:
+        The sum, [n, columns]; how many experts were computed and how many rows of all of them, int32 [1, 2].
     """
     kept = list(inputs)
     while not kept[-1]:
         kept.pop()
     gate, up, down = (m.type for m in matrices)
-    return g.own(
+    return g.owns(
         library,
         "FeedForward",
+        2 if counted else 1,
         *kept,
         gate_type=gate,
         up_type=up,
@@ -330,10 +310,19 @@ class Linears:
         precision: ``exact`` keeps activations in float32.
         kernels: what onnxruntime can do here.
         threads: that take weights apart; 0 for all cores.
+        laid: panels by the names of their tensors, where graphs share weights; more are noted there.
     """
 
-    def __init__(self, graph: Graph, precision: Precision, kernels: Kernels, threads: int = 0) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        precision: Precision,
+        kernels: Kernels,
+        threads: int = 0,
+        laid: dict[tuple[str, ...], NDArray[np.uint8]] | None = None,
+    ) -> None:
         self._graph = graph
+        self._laid = {} if laid is None else laid
         self._threads = threads
         self._precision = precision
         self._kernels = kernels
@@ -369,7 +358,21 @@ class Linears:
             container(m.type, self._precision, self._kernels) != "panels" for m in matrices
         ):
             return None
-        return feed_forward(self._graph, library, x, matrices, biases, activation, threads=self._threads)
+        g = self._graph
+        inputs = [x, *(g.resident(self._panels([m])) for m in matrices), "", ""]
+        inputs += ["" if bias is None else g.resident(bias) for bias in biases]
+        gate = matrices[0]
+        whole = forward_node(
+            g, library, inputs, matrices, gate.columns, gate.rows, 1, activation, counted=False
+        )
+        return whole[0]
+
+    def _panels(self, matrices: Sequence[Matrix]) -> NDArray[np.uint8]:
+        """Lay matrices of one type below each other as panels, once for all graphs."""
+        names = tuple(m.name for m in matrices)
+        if names not in self._laid:
+            self._laid[names] = _panels(matrices, self._threads)
+        return self._laid[names]
 
     def wide(self, x: str, matrices: Sequence[Matrix], biases: Sequence[F32 | None]) -> list[str]:
         """Add products of an asymmetric type with an input that :func:`widen` made; return them one by one."""
@@ -384,7 +387,7 @@ class Linears:
         kind = container(type_id, self._precision, self._kernels)
         if kind == "panels":
             assert self._kernels.panels is not None
-            inputs = [x, g.resident(_panels(matrices, self._threads))]
+            inputs = [x, g.resident(self._panels(matrices))]
             if bias is not None:
                 inputs.append(g.resident(bias))
             return g.own(self._kernels.panels, "Linear", *inputs, type=type_id, rows=rows, columns=columns)

@@ -37,6 +37,12 @@ F32 = NDArray[np.float32]
 PER_HEAD_SUFFIXES = ("attn_k_b.weight", "attn_v_b.weight", "attn_kv_b.weight")
 
 
+# Adds attention to a graph: from the layer's index and its queries, keys and values, to [n, attended].
+Attend = Callable[[Graph, int, Sequence[str]], str]
+# Adds routed experts to a graph: from the layer, x, ids and weights, to their weighted sum.
+Experts = Callable[[Graph, LayerShape, str, str, str], str]
+
+
 @dataclass(frozen=True)
 class Port:
     """A value that crosses the border of a part.
@@ -155,6 +161,7 @@ class Parts:
         self._precision = precision
         self._kernels = kernels
         self._taken = taken
+        self._laid: dict[tuple[str, ...], NDArray[np.uint8]] = {}
 
     # ------------------------------------------------------------------------------------------ weights
 
@@ -186,13 +193,14 @@ class Parts:
 
     def _part(self) -> tuple[Part, Linears]:
         graph = Graph()
-        return Part(graph), Linears(graph, self._precision, self._kernels)
+        return Part(graph), Linears(graph, self._precision, self._kernels, laid=self._laid)
 
     def entry(self, layer: LayerShape) -> Part:
         """From the hidden state to the first attention: reads ``hidden``, writes q/k/v."""
         part, linears = self._part()
         hidden = part.read("hidden", self._shape.n_embd)
-        self._project(part, linears, layer, self._norm(part.graph, hidden, layer.name("attn_norm.weight")))
+        normed = self._norm(part.graph, hidden, layer.name("attn_norm.weight"))
+        self._write(part, layer, self._project(part.graph, linears, layer, normed))
         return part
 
     def between(self, layer: LayerShape, following: LayerShape | None, tail: bool) -> list[Part]:
@@ -211,17 +219,56 @@ class Parts:
         """
         part, linears = self._part()
         hidden = part.read("hidden", self._shape.n_embd)
-        base, x = self._after_attention(part, linears, layer, hidden)
+        attended = part.read("attention", self.heads(layer).attended)
+        base, x = self._after_attention(part.graph, linears, layer, hidden, attended)
         if layer.moe is None:
             added = self._dense(part.graph, linears, layer, x)
             self._leave(part, linears, base, added, following, tail)
             return [part]
-        first = self._route(part, linears, layer, base, x)
+        base, ids, weights = self._route(part.graph, linears, layer, base, x)
+        part.write(base, "next", self._shape.n_embd)
+        part.write(x, "x", self._shape.n_embd)
+        part.write(ids, "ids", layer.moe.n_used, np.int32)
+        part.write(weights, "weights", layer.moe.n_used)
         second, linears = self._part()
         hidden = second.read("hidden", self._shape.n_embd)
         routed = second.read("routed", self._shape.n_embd)
         self._leave(second, linears, hidden, self._scaled(second.graph, routed), following, tail)
-        return [first, second]
+        return [part, second]
+
+    def whole(self, layers: Sequence[LayerShape], tail: bool, attend: Attend, experts: Experts) -> Part:
+        """All layers in one graph, for passes in which nobody else computes experts.
+
+        Args:
+            layers: of the stack.
+            tail: whether the stack ends with logits.
+            attend: adds the attention of a layer, counted from the first.
+            experts: adds the routed experts of a layer.
+
+        Returns:
+            A part that reads ``hidden``, and at the tail ``wanted``, int64 [m]: rows of which there are to be logits.
+            It writes ``next``, or ``logits``, [m, n_vocab].
+        """
+        part, linears = self._part()
+        g = part.graph
+        hidden = part.read("hidden", self._shape.n_embd)
+        normed = self._norm(g, hidden, layers[0].name("attn_norm.weight"))
+        for index, layer in enumerate(layers):
+            attended = attend(g, index, self._project(g, linears, layer, normed))
+            following = layers[index + 1] if index + 1 < len(layers) else None
+            if following is None and tail:
+                wanted = g.input("wanted", ["m"], np.int64)
+                hidden, attended = (g.op("Gather", x, wanted, axis=0) for x in (hidden, attended))
+            base, x = self._after_attention(g, linears, layer, hidden, attended)
+            if layer.moe is None:
+                added = self._dense(g, linears, layer, x)
+            else:
+                base, ids, weights = self._route(g, linears, layer, base, x)
+                added = self._scaled(g, experts(g, layer, x, ids, weights))
+            if following is not None:
+                hidden, normed = self._add_norm(g, added, base, following.name("attn_norm.weight"))
+        self._leave(part, linears, base, added, None, tail)
+        return part
 
     # -------------------------------------------------------------------------------------------- pieces
 
@@ -251,28 +298,33 @@ class Parts:
         scale = self._shape.residual_scale
         return x if scale == 1.0 else g.op("Mul", x, g.constant(scale, np.float32))
 
-    def _project(self, part: Part, linears: Linears, layer: LayerShape, x: str) -> None:
-        """Add the projections to queries, keys and values."""
-        g = part.graph
+    def _write(self, part: Part, layer: LayerShape, projected: Sequence[str]) -> None:
+        """Make queries, keys and values outputs."""
+        heads = self.heads(layer)
+        if heads.packed:
+            part.write(projected[0], "qkv", heads.q + heads.k + heads.v)
+            return
+        for value, name, width in zip(projected, "qkv", (heads.q, heads.k, heads.v), strict=False):
+            part.write(value, name, width)
+
+    def _project(self, g: Graph, linears: Linears, layer: LayerShape, x: str) -> list[str]:
+        """Add the projections to queries, keys and values: one value if they are packed, two if they are latent."""
         heads = self.heads(layer)
         if layer.attention.mla is not None:
-            self._project_latent(part, linears, layer, layer.attention.mla, x)
-            return
+            return self._project_latent(g, linears, layer, layer.attention.mla, x)
         matrices, biases = self._matrices(layer, ("attn_q", "attn_k", "attn_v"))
         if heads.packed:
-            part.write(linears.packed(x, matrices, biases), "qkv", heads.q + heads.k + heads.v)
-            return
+            return [linears.packed(x, matrices, biases)]
         q, k, v = linears.each(x, matrices, biases)
         if layer.has("attn_q_norm.weight"):
             q = self._head_norm(g, q, layer, "attn_q_norm.weight", layer.attention.n_head)
             k = self._head_norm(g, k, layer, "attn_k_norm.weight", layer.attention.n_head_kv)
-        part.write(q, "q", heads.q)
-        part.write(k, "k", heads.k)
-        part.write(v, "v", heads.v)
+        return [q, k, v]
 
-    def _project_latent(self, part: Part, linears: Linears, layer: LayerShape, mla: MlaShape, x: str) -> None:
+    def _project_latent(
+        self, g: Graph, linears: Linears, layer: LayerShape, mla: MlaShape, x: str
+    ) -> list[str]:
         """Add the projections of latent attention: queries in the space of the compressed keys, and these."""
-        g = part.graph
         heads = self.heads(layer)
         name = layer.name
         if mla.q_rank:
@@ -286,11 +338,11 @@ class Parts:
         to_latent, _ = self._latent_weights(layer, mla)
         latent = self._per_head(g, nope, to_latent)
         joined = g.op("Concat", latent, rope, axis=2)
-        part.write(g.op("Reshape", joined, g.constant([0, heads.q], np.int64)), "q", heads.q)
+        queries = g.op("Reshape", joined, g.constant([0, heads.q], np.int64))
         both = linears.one(x, self._matrix(name("attn_kv_a_mqa.weight")))
         latent, rope = g.ops("Split", 2, both, g.constant([mla.kv_rank, mla.rope], np.int64), axis=1)
         latent = self._norm(g, latent, name("attn_kv_a_norm.weight"))
-        part.write(g.op("Concat", latent, rope, axis=1), "k", heads.k)
+        return [queries, g.op("Concat", latent, rope, axis=1)]
 
     @staticmethod
     def _per_head(g: Graph, x: str, weights: F32) -> str:
@@ -319,12 +371,10 @@ class Parts:
         return g.op("Reshape", normed, g.constant([0, n_head * length], np.int64))
 
     def _after_attention(
-        self, part: Part, linears: Linears, layer: LayerShape, hidden: str
+        self, g: Graph, linears: Linears, layer: LayerShape, hidden: str, attended: str
     ) -> tuple[str, str]:
         """Return the hidden state with attention added, and its norm for the feed-forward part."""
-        g = part.graph
         heads = self.heads(layer)
-        attended = part.read("attention", heads.attended)
         mla = layer.attention.mla
         if mla is not None:
             apart = g.op("Reshape", attended, g.constant([0, heads.n_head, mla.kv_rank], np.int64))
@@ -372,7 +422,7 @@ class Parts:
         g = part.graph
         if following is not None:
             total, normed = self._add_norm(g, added, base, following.name("attn_norm.weight"))
-            self._project(part, linears, following, normed)
+            self._write(part, following, self._project(g, linears, following, normed))
             part.write(total, "next", self._shape.n_embd)
         elif tail:
             _, normed = self._add_norm(g, added, base, "output_norm.weight")
@@ -393,20 +443,17 @@ class Parts:
 
     # -------------------------------------------------------------------------------------------- experts
 
-    def _route(self, part: Part, linears: Linears, layer: LayerShape, base: str, x: str) -> Part:
-        """Add router and shared expert; write what the experts need and what they are added to."""
-        g = part.graph
+    def _route(
+        self, g: Graph, linears: Linears, layer: LayerShape, base: str, x: str
+    ) -> tuple[str, str, str]:
+        """Add router and shared expert; return what the experts are added to, their ids (int32) and weights."""
         moe = layer.moe
         assert moe is not None
         matrices, biases = self._matrices(layer, ("ffn_gate_inp",))
         ids, weights = self._choose(g, layer, linears.one(x, matrices[0], biases[0]))
         if moe.shared_width:
             base = g.op("Add", base, self._scaled(g, self._shared(g, linears, layer, x)))
-        part.write(base, "next", self._shape.n_embd)
-        part.write(x, "x", self._shape.n_embd)
-        part.write(g.op("Cast", ids, to=6), "ids", moe.n_used, np.int32)
-        part.write(weights, "weights", moe.n_used)
-        return part
+        return base, g.op("Cast", ids, to=6), weights
 
     def _shared(self, g: Graph, linears: Linears, layer: LayerShape, x: str) -> str:
         out = self._mlp(g, linears, layer, x, ("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"))

@@ -273,7 +273,7 @@ def _try_forward(runtime: Runtime, library: Path) -> tuple[F32, F32]:
     mix = rng.random((n, 2)).astype(np.float32)
     inputs += [g.input("places", ["n", "k"], np.int32), g.input("mix", ["n", "k"])]
     infos = [Matrix("", np.empty(0, np.uint8), kind, rows, wide) for rows, wide in shapes]
-    y = forward_node(g, library, inputs, infos, columns, width, experts, "silu")
+    y = forward_node(g, library, inputs, infos, columns, width, experts, "silu")[0]
     g.output(y, "y", ["n", columns])
     got = g.session(runtime).run({"x": x, "places": places, "mix": mix})[0]
     gate, up = (np.einsum("nk,efk->nef", x, w) for w in weights[:2])

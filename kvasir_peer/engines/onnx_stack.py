@@ -23,9 +23,12 @@ from kvasir_peer.engines.base import (
 )
 from kvasir_peer.engines.heap import trim_heap
 from kvasir_peer.engines.onnx_attention import Attentions
+from kvasir_peer.engines.onnx_bank import OnnxBank
 from kvasir_peer.engines.onnx_graph import Bound, Runtime, Session
-from kvasir_peer.engines.onnx_linear import Kernels
+from kvasir_peer.engines.onnx_linear import Kernels, container
 from kvasir_peer.engines.onnx_parts import Part, Parts, Port, heads_of
+from kvasir_peer.engines.onnx_row_attention import RowAttentions
+from kvasir_peer.engines.onnx_whole import WholePass
 from kvasir_peer.engines.rope import RopeTable
 from kvasir_peer.models.sources import TensorSource
 
@@ -34,6 +37,8 @@ Array = NDArray[Any]
 
 # Numbers of rows whose bindings are kept; each costs a few kilobytes per layer.
 _KEPT_WIDTHS = 32
+# Matrices that are small beside a layer: routers, which are float32 in files.
+_SMALL_SUFFIXES = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ class OnnxStack(LayerStack):
         *,
         memory: MemoryEstimate,
         kernels: Kernels,
-        bank: ExpertBank | None,
+        bank: OnnxBank | None,
         progress: Callable[[str], None],
     ) -> None:
         self.shape = shape
@@ -118,8 +123,10 @@ class OnnxStack(LayerStack):
         self._attended = heads_of(layers[-1], source.tensors).attended
         # Parts after the last attention; their rows are others at the tail, where only some want an output.
         self._n_last = 1 if layers[-1].moe is None else 2
-        self._buffers = self._allocate(self._parts[: -self._n_last])
-        self._last_buffers = self._allocate(self._parts[-self._n_last :])
+        self._buffers, self._last_buffers = (
+            self._allocate(parts) if parts else {}
+            for parts in (self._parts[: -self._n_last], self._parts[-self._n_last :])
+        )
         self._attentions.use(self._buffers)
         self._bodies: OrderedDict[int, _Bindings] = OrderedDict()
         self._lasts: OrderedDict[int, _Bindings] = OrderedDict()
@@ -137,17 +144,45 @@ class OnnxStack(LayerStack):
             self._embedding_type = info.type
             progress("token_embd.weight")
         factors = maker.vector("rope_freqs.weight") if shape.has("rope_freqs.weight") else None
-        self._attentions = Attentions(spec.n_slots, spec.context_length, spec.max_rows, self._runtime)
+        sizes = (spec.n_slots, spec.context_length, spec.max_rows, self._runtime)
+        self._attentions: Attentions | RowAttentions
+        if kernels.panels is None:
+            self._attentions = Attentions(*sizes)
+        else:
+            self._attentions = RowAttentions(kernels.panels, *sizes)
         layers = shape.layers[spec.first : spec.end]
         for layer in layers:
             sinks = maker.vector(layer.name("attn_sinks.weight")) if layer.has("attn_sinks.weight") else None
             table = RopeTable(layer.attention.rope, factors)
             self._attentions.add(layer.attention, maker.heads(layer), table, sinks)
+        self._whole: WholePass | None = None
+        if isinstance(self._attentions, RowAttentions) and self._can_be_whole(source, kernels):
+            self._whole = WholePass(maker, shape, spec, self._attentions, self._bank, self._runtime)
         self._parts: list[_LoadedPart] = []
+        if self._whole is not None and self._bank is None:
+            return  # nobody will ever ask for the parts
         self._take(maker.entry(layers[0]))
         for layer, following in zip(layers, (*layers[1:], None), strict=True):
             for part in maker.between(layer, following, self._tail):
                 self._take(part)
+
+    def _can_be_whole(self, source: TensorSource, kernels: Kernels) -> bool:
+        """Whether one more graph of all layers costs no memory for weights: all large ones are read in place."""
+        if self._bank is None:
+            return True  # it is the only graph then
+        layers = self.shape.layers[self.spec.first : self.spec.end]
+        names = self.shape.stage_tensors(self.spec.first, self.spec.end)
+        small = {layer.name(suffix) for layer in layers for suffix in _SMALL_SUFFIXES}
+        large = [
+            source.tensors[name]
+            for name in names
+            if len(source.tensors[name].shape) > 1 and name not in small
+        ]
+        return all(layer.attention.mla is None for layer in layers) and all(
+            container(info.type, self.spec.precision, kernels) == "panels"
+            for info in large
+            if not (info.name == "token_embd.weight" and info.name != self.shape.output_name)
+        )
 
     def _take(self, part: Part) -> None:
         self._parts.append(_LoadedPart(part.graph.session(self._runtime), part.inputs, part.outputs))
@@ -174,6 +209,8 @@ class OnnxStack(LayerStack):
     # ------------------------------------------------------------------------------------------ running
 
     def forward(self, rows: Rows, hidden: F32 | None) -> F32:
+        if self._whole is not None:
+            return self._run_whole(self._whole, rows, hidden)
         steps = self._run(rows, hidden, alone=True)
         try:
             work = next(steps)
@@ -184,7 +221,25 @@ class OnnxStack(LayerStack):
             return stop.value
 
     def steps(self, rows: Rows, hidden: F32 | None) -> Steps:
-        return self._run(rows, hidden, alone=False)
+        return self._run(rows, hidden, alone=False) if self._parts else self._no_steps(rows, hidden)
+
+    def _no_steps(self, rows: Rows, hidden: F32 | None) -> Steps:
+        """Run where there are no experts that could be left to the caller."""
+        yield from ()
+        return self.forward(rows, hidden)
+
+    def _run_whole(self, whole: WholePass, rows: Rows, hidden: F32 | None) -> F32:
+        """Run all layers as one graph."""
+        self.check(rows, hidden)
+        self._passes += 1
+        self._rows += len(rows)
+        self._part_runs += 1
+        into = whole.hidden(len(rows))
+        if hidden is None:
+            self._embed(rows.tokens, into)
+        else:
+            np.copyto(into, hidden)
+        return whole.run(rows)
 
     def _run(self, rows: Rows, hidden: F32 | None, *, alone: bool) -> Steps:
         """Do what :meth:`steps` does; ``alone`` says that no other pass is computed before the sums come back."""
@@ -198,7 +253,7 @@ class OnnxStack(LayerStack):
         else:
             np.copyto(bindings.hidden, hidden)
         attentions = self._attentions
-        prepared = attentions.prepare(rows)
+        prepared: list[Any] = attentions.prepare(rows)
         body = iter(bindings.parts)
         next(body)()
         layers = self.shape.layers[self.spec.first : self.spec.end]
@@ -320,6 +375,9 @@ class OnnxStack(LayerStack):
     def close(self) -> None:
         if self._bank is not None:
             self._bank.close()
+        if self._whole is not None:
+            self._whole.close()
+            self._whole = None
         self._bodies.clear()
         self._lasts.clear()
         self._parts.clear()

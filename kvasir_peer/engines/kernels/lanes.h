@@ -59,6 +59,7 @@ INLINE F f_e8(const uint8_t *p) {
     e = _mm512_max_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)), _mm512_setzero_si512());
     return _mm512_castsi512_ps(_mm512_slli_epi32(e, 23));
 }
+INLINE F f_load(const float *p) { return _mm512_loadu_ps(p); }
 INLINE void f_store(float *p, F a) { _mm512_storeu_ps(p, a); }
 
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(KVASIR_PORTABLE)
@@ -114,6 +115,7 @@ INLINE F f_e8(const uint8_t *p) {
     V e = _mm256_max_epi32(_mm256_sub_epi32(v_wide_u8(p), _mm256_set1_epi32(1)), _mm256_setzero_si256());
     return _mm256_castsi256_ps(_mm256_slli_epi32(e, 23));
 }
+INLINE F f_load(const float *p) { return _mm256_loadu_ps(p); }
 INLINE void f_store(float *p, F a) { _mm256_storeu_ps(p, a); }
 
 #elif defined(__aarch64__) && defined(__ARM_NEON) && !defined(KVASIR_PORTABLE)
@@ -178,6 +180,7 @@ INLINE F f_e8(const uint8_t *p) {
     int32x4_t e = vmaxq_s32(vsubq_s32(vreinterpretq_s32_u32(v_wide_u8(p)), vdupq_n_s32(1)), vdupq_n_s32(0));
     return vreinterpretq_f32_s32(vshlq_n_s32(e, 23));
 }
+INLINE F f_load(const float *p) { return vld1q_f32(p); }
 INLINE void f_store(float *p, F a) { vst1q_f32(p, a); }
 
 #else
@@ -245,6 +248,7 @@ INLINE F f_e8(const uint8_t *p) {
     }
     return r;
 }
+INLINE F f_load(const float *p) { F a; memcpy(a.f, p, 64); return a; }
 INLINE void f_store(float *p, F a) { memcpy(p, a.f, 64); }
 
 #endif

@@ -25,8 +25,6 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-_SOURCES = ("multiply.c", "pack.c", "work.c", "onnx_operators.c")
-_HEADERS = ("lanes.h", "panels.h", "chunks.h", "work.h", "onnx_abi.h")
 _FLAGS = (
     "-std=gnu11",
     "-O3",
@@ -108,19 +106,23 @@ def compile_library(compiler: str, path: Path, flags: tuple[str, ...] = ()) -> N
         subprocess.SubprocessError: the compiler failed, or took too long.
         OSError: it could not be started, or the file not be written.
     """
-    folder = Path(__file__).resolve().parent
     path.parent.mkdir(parents=True, exist_ok=True)
     # Written beside and moved, so that nobody ever loads half a file.
     descriptor, name = tempfile.mkstemp(prefix=path.stem, suffix=".part", dir=path.parent)
     os.close(descriptor)
     part = Path(name)
     try:
-        sources = [str(folder / source) for source in _SOURCES]
+        sources = map(str, _sources("*.c"))
         command = [compiler, *_FLAGS, *(flags or _for_this_processor()), "-o", str(part), *sources, "-lm"]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_DEADLINE)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _sources(pattern: str) -> list[Path]:
+    """Return the files that the library is made of."""
+    return sorted(Path(__file__).resolve().parent.glob(pattern))
 
 
 def _compiler() -> str | None:
@@ -150,10 +152,9 @@ def _processor() -> str:
 
 def _name(compiler: str) -> str:
     """Return the file's name: what is in it depends on the sources, the compiler and the processor."""
-    folder = Path(__file__).resolve().parent
     digest = hashlib.sha256()
-    for source in (*_SOURCES, *_HEADERS):
-        digest.update((folder / source).read_bytes())
+    for source in _sources("*.[ch]"):
+        digest.update(source.read_bytes())
     program = Path(compiler).resolve()
     status = program.stat()
     for part in (*_FLAGS, *_for_this_processor(), str(program), str(status.st_size), str(status.st_mtime_ns)):

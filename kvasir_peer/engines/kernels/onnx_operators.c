@@ -1,15 +1,21 @@
-/* Two operators for onnxruntime, in the domain "kvasir": Linear and FeedForward.
+/* Operators for onnxruntime, in the domain "kvasir": Linear, FeedForward and Attention.
  *
  * Linear (x float [n, columns], panels uint8, bias float [rows] or none) -> float [n, rows]
  *     attributes type, rows, columns
  * FeedForward (x float [n, columns], gate, up, down uint8, places int32 [n, k] or none, mix float [n, k] or none,
  *              gate_bias, up_bias float [experts, width] or none, down_bias float [experts, columns] or none)
- *     -> float [n, columns]
+ *     -> float [n, columns], int32 [1, 2] or none: experts that were computed, and rows of all of them
  *     attributes gate_type, up_type, down_type, columns, width, experts, activation
+ * Attention (q float [n, ...], k, v float [n, ...] or none where they stand behind q in its rows, slots int32 [n, 1],
+ *            positions int32 [n, 1], keys float, values float or none, cos, sin float [context, rotated / 2],
+ *            sinks float [heads] or none) -> float [n, heads * value]
+ *     attributes heads, kv_heads, key, value, slots, context, rotated, from, adjacent, latent, window; scale, cap
+ *     writes to keys and values, in place (see attention.h)
  */
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "attention.h"
 #include "onnx_abi.h"
 #include "work.h"
 
@@ -52,11 +58,11 @@ static Status *input(Api api, const Context *context, size_t index, void **data,
     return status ? status : TENSOR_DATA(api)((Value *)value, data);
 }
 
-static Status *output(Api api, Context *context, int64_t n, int64_t width, float **data) {
+static Status *output(Api api, Context *context, size_t index, int64_t n, int64_t width, void *data) {
     int64_t dims[2] = {n, width};
     Value *value;
-    Status *status = OUTPUT(api)(context, 0, dims, 2, &value);
-    return status ? status : TENSOR_DATA(api)(value, (void **)data);
+    Status *status = OUTPUT(api)(context, index, dims, 2, &value);
+    return status ? status : TENSOR_DATA(api)(value, data);
 }
 
 static Status *attributes(Api api, const Info *info, const char *const *names, int64_t *values, size_t count) {
@@ -135,7 +141,7 @@ static Status *linear_compute(void *self, Context *context) {
         return status;
     if (!x || !panels || dims[1] != (int64_t)op->w.columns)
         return refuse(api, "Linear: an input is missing, or not as wide as the weights");
-    if ((status = output(api, context, dims[0], (int64_t)op->w.rows, &y)))
+    if ((status = output(api, context, 0, dims[0], (int64_t)op->w.rows, &y)))
         return status;
     struct call call = {api, context};
     struct threads threads = {run_parts, &call};
@@ -219,7 +225,10 @@ static Status *forward_compute(void *self, Context *context) {
     if (!in[PLACES] != !in[MIX] ||
         (in[PLACES] && (choices[0] != dims[0] || weights[0] != dims[0] || choices[1] != weights[1])))
         return refuse(api, "FeedForward: places and mix are not of one shape with a row for each of x");
-    if ((status = output(api, context, dims[0], dims[1], &y)))
+    size_t outputs;
+    int32_t *done = NULL;
+    if ((status = output(api, context, 0, dims[0], dims[1], &y)) || (status = OUTPUT_COUNT(api)(context, &outputs)) ||
+        (outputs > 1 && (status = output(api, context, 1, 1, 2, &done))))
         return status;
     struct call call = {api, context};
     struct threads threads = {run_parts, &call};
@@ -230,7 +239,7 @@ static Status *forward_compute(void *self, Context *context) {
     e.gate_bias = in[GATE_BIAS];
     e.up_bias = in[UP_BIAS];
     e.down_bias = in[DOWN_BIAS];
-    if (!feed_forward(&threads, &e, in[X], in[PLACES], in[MIX], (size_t)dims[0], (size_t)choices[1], y))
+    if (!feed_forward(&threads, &e, in[X], in[PLACES], in[MIX], (size_t)dims[0], (size_t)choices[1], y, done))
         return CREATE_STATUS(api)(FAILED, "FeedForward: out of memory");
     return NULL;
 }
@@ -252,6 +261,118 @@ static enum presence forward_presence(const struct operator_v20 *self, size_t in
     return index >= PLACES ? OPTIONAL : REQUIRED;
 }
 
+static enum element forward_output(const struct operator_v20 *self, size_t index) {
+    (void)self;
+    return index ? INT32 : FLOAT;
+}
+static size_t forward_outputs(const struct operator_v20 *self) {
+    (void)self;
+    return 2;
+}
+static enum presence forward_output_presence(const struct operator_v20 *self, size_t index) {
+    (void)self;
+    return index ? OPTIONAL : REQUIRED;
+}
+
+/* ------------------------------------------------------------------------------------------------ Attention */
+
+enum { Q, K, V_INPUT, SLOTS, POSITIONS, KEYS, VALUES, COS, SIN, SINKS, ATTENTION_INPUTS };
+
+struct attention_operator {
+    Api api;
+    struct attention a;
+};
+
+static Status *attention_create(const struct operator_v20 *self, Api api, const Info *info, void **made) {
+    (void)self;
+    static const char *const NAMES[] = {"heads",   "kv_heads", "key",      "value",  "slots", "context",
+                                        "rotated", "from",     "adjacent", "latent", "window"};
+    int64_t v[11];
+    float scale, cap;
+    Status *status = attributes(api, info, NAMES, v, 11);
+    if (status || (status = FLOAT_ATTRIBUTE(api)(info, "scale", &scale)) ||
+        (status = FLOAT_ATTRIBUTE(api)(info, "cap", &cap)))
+        return status;
+    for (int i = 0; i < 11; i++)
+        if (v[i] < (i < 6) || v[i] > INT32_MAX)
+            return refuse(api, "Attention: an attribute is out of range");
+    if (v[0] % v[1] || v[2] > WIDEST_KEY || v[5] % BLOCK || v[6] % 2 || v[6] + v[7] > v[2] || (v[9] && v[3] > v[2]))
+        return refuse(api, "Attention: attributes do not fit each other");
+    struct attention_operator *op = malloc(sizeof *op);
+    if (!op)
+        return CREATE_STATUS(api)(FAILED, "Attention: out of memory");
+    *op = (struct attention_operator){api,
+                                      {.heads = (size_t)v[0], .kv_heads = (size_t)v[1], .key = (size_t)v[2],
+                                       .value = (size_t)v[3], .slots = (size_t)v[4], .context = (size_t)v[5],
+                                       .rotated = (size_t)v[6], .from = (size_t)v[7], .adjacent = v[8] != 0,
+                                       .latent = v[9] != 0, .window = (size_t)v[10], .scale = scale, .cap = cap}};
+    *made = op;
+    return NULL;
+}
+
+static Status *attention_compute(void *self, Context *context) {
+    const struct attention_operator *op = self;
+    const struct attention *a = &op->a;
+    Api api = op->api;
+    void *in[ATTENTION_INPUTS];
+    int64_t dims[SLOTS][2] = {{0, 0}};
+    Status *status;
+    for (size_t i = Q; i < SLOTS; i++)
+        if ((status = input(api, context, i, &in[i], dims[i], 0)))
+            return status;
+    const size_t n = (size_t)dims[Q][0], table = a->context * (a->rotated / 2);
+    const size_t q = a->heads * a->key, k = a->kv_heads * a->key, v = a->latent ? 0 : a->kv_heads * a->value;
+    const size_t elements[ATTENTION_INPUTS] = {[SLOTS] = n,     [POSITIONS] = n, [KEYS] = keys_size(a), [VALUES] = values_size(a),
+                                               [COS] = table, [SIN] = table,   [SINKS] = a->heads};
+    for (size_t i = SLOTS; i < ATTENTION_INPUTS; i++)
+        if ((status = input(api, context, i, &in[i], NULL, elements[i])))
+            return status;
+    const bool apart = in[K] != NULL;
+    if (!in[Q] || !in[SLOTS] || !in[POSITIONS] || !in[KEYS] || !in[COS] || !in[SIN] || (!a->latent && !in[VALUES]))
+        return refuse(api, "Attention: an input is missing");
+    if (dims[Q][1] != (int64_t)(apart ? q : q + k + v) || (apart && (dims[K][0] != dims[Q][0] || dims[K][1] != (int64_t)k)) ||
+        (in[V_INPUT] != NULL) != (apart && !a->latent) ||
+        (in[V_INPUT] && (dims[V_INPUT][0] != dims[Q][0] || dims[V_INPUT][1] != (int64_t)v)))
+        return refuse(api, "Attention: queries, keys and values do not fit each other and the heads");
+    const int32_t *slots = in[SLOTS], *positions = in[POSITIONS];
+    for (size_t i = 0; i < n; i++)
+        if (slots[i] < 0 || (size_t)slots[i] >= a->slots || positions[i] < 0 || (size_t)positions[i] >= a->context)
+            return refuse(api, "Attention: a row is outside of the cache");
+    float *y;
+    if ((status = output(api, context, 0, dims[Q][0], (int64_t)(a->heads * a->value), &y)))
+        return status;
+    struct call call = {api, context};
+    struct threads threads = {run_parts, &call};
+    struct attended c = {.q = in[Q], .k = in[K], .v = in[V_INPUT], .q_step = q, .k_step = k, .v_step = v,
+                         .slots = slots, .positions = positions, .cos = in[COS], .sin = in[SIN], .sinks = in[SINKS],
+                         .keys = in[KEYS], .values = in[VALUES], .out = y, .n = n};
+    if (!apart) {
+        c.k = c.q + q;
+        c.v = c.k + k;
+        c.q_step = c.k_step = c.v_step = q + k + v;
+    }
+    if (!attend(&threads, a, &c))
+        return CREATE_STATUS(api)(FAILED, "Attention: out of memory");
+    return NULL;
+}
+
+static const char *attention_name(const struct operator_v20 *self) {
+    (void)self;
+    return "Attention";
+}
+static size_t attention_inputs(const struct operator_v20 *self) {
+    (void)self;
+    return ATTENTION_INPUTS;
+}
+static enum element attention_input(const struct operator_v20 *self, size_t index) {
+    (void)self;
+    return index == SLOTS || index == POSITIONS ? INT32 : FLOAT;
+}
+static enum presence attention_presence(const struct operator_v20 *self, size_t index) {
+    (void)self;
+    return index == K || index == V_INPUT || index == VALUES || index == SINKS ? OPTIONAL : REQUIRED;
+}
+
 /* ------------------------------------------------------------------------------------------------ registration */
 
 static const struct operator_v20 LINEAR = {
@@ -262,9 +383,16 @@ static const struct operator_v20 LINEAR = {
 };
 static const struct operator_v20 FEED_FORWARD = {
     .version = API_VERSION, .name = forward_name, .provider = no_provider, .input_type = forward_input,
-    .input_count = forward_inputs, .output_type = is_float, .output_count = one, .destroy = free,
-    .input_presence = forward_presence, .output_presence = required, .input_memory = no_memory,
+    .input_count = forward_inputs, .output_type = forward_output, .output_count = forward_outputs, .destroy = free,
+    .input_presence = forward_presence, .output_presence = forward_output_presence, .input_memory = no_memory,
     .create_v2 = forward_create, .compute = forward_compute,
+};
+
+static const struct operator_v20 ATTENTION = {
+    .version = API_VERSION, .name = attention_name, .provider = no_provider, .input_type = attention_input,
+    .input_count = attention_inputs, .output_type = is_float, .output_count = one, .destroy = free,
+    .input_presence = attention_presence, .output_presence = required, .input_memory = no_memory,
+    .create_v2 = attention_create, .compute = attention_compute,
 };
 
 /* One domain for all sessions of the process, which may refer to it as long as they live. */
@@ -274,7 +402,7 @@ static Status *make_domain(Api api, void **made) {
     void *domain;
     Status *status;
     if ((status = CREATE_DOMAIN(api)("kvasir", &domain)) || (status = ADD_OPERATOR(api)(domain, &LINEAR)) ||
-        (status = ADD_OPERATOR(api)(domain, &FEED_FORWARD)))
+        (status = ADD_OPERATOR(api)(domain, &FEED_FORWARD)) || (status = ADD_OPERATOR(api)(domain, &ATTENTION)))
         return status;
     void *none = NULL;
     /* Where two threads begin at once, one domain is made for nothing. */

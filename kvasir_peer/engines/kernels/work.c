@@ -1,7 +1,8 @@
 #include "work.h"
 
-#include <math.h>
 #include <stdlib.h>
+
+#include "exponential.h"
 
 /* Weights that a thread takes at a time: much longer to read than the thread takes to be given them. */
 #define SHARE_BYTES (48 << 10)
@@ -20,14 +21,6 @@ static size_t shares_of(size_t units, size_t bytes_of_unit, size_t rows) {
     size_t work = units * bytes_of_unit * (1 + rows / 4), shares = work / SHARE_BYTES;
     shares = shares > MOST_SHARES ? MOST_SHARES : shares;
     return shares > units ? units : shares ? shares : 1;
-}
-
-static bool in_shares(const struct threads *threads, void (*part)(void *, size_t), size_t shares, void *data) {
-    if (shares == 1) {
-        part(data, 0);
-        return true;
-    }
-    return threads->run(threads->self, part, shares, data);
 }
 
 /* ------------------------------------------------------------------------------------------------ rounding */
@@ -97,29 +90,6 @@ bool linear(const struct threads *threads, const struct matrix *w, const float *
 }
 
 /* ------------------------------------------------------------------------------------------------ feed-forward */
-
-/* exp(x) to about 1e-7 by its series around a power of two; the same bits wherever fused multiply-adds exist. */
-static inline float exponential(float x) {
-    x = x > 88.0f ? 88.0f : x < -87.0f ? -87.0f : x; /* a NaN stays one */
-    float moved = __builtin_fmaf(x, 1.44269504f, 12582912.0f), whole = moved - 12582912.0f;
-    float rest = __builtin_fmaf(whole, -0.693359375f, x);
-    rest = __builtin_fmaf(whole, 2.12194440e-4f, rest);
-    float sum = 1.9875691500e-4f;
-    sum = __builtin_fmaf(sum, rest, 1.3981999507e-3f);
-    sum = __builtin_fmaf(sum, rest, 8.3334519073e-3f);
-    sum = __builtin_fmaf(sum, rest, 4.1665795894e-2f);
-    sum = __builtin_fmaf(sum, rest, 1.6666665459e-1f);
-    sum = __builtin_fmaf(sum, rest, 5.0000001201e-1f);
-    sum = __builtin_fmaf(sum * rest, rest, rest + 1.0f);
-    int32_t bits;
-    memcpy(&bits, &moved, 4);
-    bits = (int32_t)((uint32_t)(bits - 0x4b400000 + 127) << 23);
-    float power;
-    memcpy(&power, &bits, 4);
-    return sum * power;
-}
-
-static inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
 static void gate_row(enum activation activation, const float *gate, const float *up, float *h, size_t n) {
     switch (activation) {
@@ -251,7 +221,9 @@ static size_t sort_pairs(const struct experts *e, const int32_t *places, const f
 static size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 bool feed_forward(const struct threads *threads, const struct experts *e, const float *x, const int32_t *places,
-                  const float *mix, size_t n, size_t k, float *y) {
+                  const float *mix, size_t n, size_t k, float *y, int32_t done[2]) {
+    if (done)
+        done[0] = done[1] = 0;
     if (n == 0)
         return true;
     const size_t most = n * k, width = e->down.columns;
@@ -288,17 +260,21 @@ bool feed_forward(const struct threads *threads, const struct experts *e, const 
         which[i] = (int32_t)i;
     }
     f.hidden = rounded_at(parts[8], f.pairs_count, width);
-    bool done = true;
+    bool well = true;
     if (f.pairs_count == 0) {
         memset(y, 0, n * e->down.rows * sizeof(float));
     } else {
         const size_t each = f.pairs_count / f.experts;
         f.shares = shares_of(f.experts * f.panels, f.gate_bytes + f.up_bytes, each);
-        done = round_rows(threads, x, n, f.x) && in_shares(threads, hidden_share, f.shares, &f) &&
+        well = round_rows(threads, x, n, f.x) && in_shares(threads, hidden_share, f.shares, &f) &&
                round_rows(threads, f.h, f.pairs_count, f.hidden);
         f.shares = shares_of(f.out_panels, f.experts * f.down_bytes, each);
-        done = done && in_shares(threads, result_share, f.shares, &f);
+        well = well && in_shares(threads, result_share, f.shares, &f);
+    }
+    if (done) {
+        done[0] = (int32_t)f.experts;
+        done[1] = (int32_t)f.pairs_count;
     }
     free(memory);
-    return done;
+    return well;
 }

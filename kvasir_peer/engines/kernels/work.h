@@ -12,6 +12,15 @@ struct threads {
     const void *self;
 };
 
+/* One share is done here and now. */
+INLINE bool in_shares(const struct threads *threads, void (*part)(void *, size_t), size_t shares, void *data) {
+    if (shares == 1) {
+        part(data, 0);
+        return true;
+    }
+    return threads->run(threads->self, part, shares, data);
+}
+
 /* A matrix in panels. */
 struct matrix {
     const struct kind *kind;
@@ -35,9 +44,9 @@ struct experts {
 };
 
 /* y[n, down.rows] = the weighted sum over each row's experts. `places` [n, k]: which expert, or one that is out of
- * range for none; `mix` [n, k]: its weight. NULL for both takes the first expert for every row. False without memory.
- */
+ * range for none; `mix` [n, k]: its weight. NULL for both takes the first expert for every row. `done` is told how many
+ * experts were computed, and how many rows of all of them; it may be NULL. False without memory. */
 bool feed_forward(const struct threads *threads, const struct experts *e, const float *x, const int32_t *places,
-                  const float *mix, size_t n, size_t k, float *y);
+                  const float *mix, size_t n, size_t k, float *y, int32_t done[2]);
 
 #endif
