@@ -299,8 +299,6 @@ class Session:
             options.add_session_config_entry("session.intra_op.spin_duration_us", _SPIN_MICROSECONDS)
         options.add_session_config_entry("session.use_env_allocators", "1")
         options.log_severity_level = 3
-        if library is not None:
-            options.register_custom_ops_library(str(library))
         self._resident = dict(resident or {})
         if external:
             values = [ort.OrtValue.ortvalue_from_numpy(array) for array in external.values()]
@@ -309,6 +307,8 @@ class Session:
         if runtime.provider != "CPUExecutionProvider":
             providers.append("CPUExecutionProvider")
         try:
+            if library is not None:
+                options.register_custom_ops_library(str(library))
             self._session = ort.InferenceSession(model, options, providers=providers)
         except Exception as error:
             # onnxruntime raises its own classes, which have no common base but Exception.

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvasir_peer.engines import quants
-from kvasir_peer.engines.kernels.library import Library, Missing, find_library
+from kvasir_peer.engines.kernels.library import Missing, find_library
 from kvasir_peer.errors import EngineError
 
 U8 = NDArray[np.uint8]
@@ -61,49 +61,40 @@ def pack(
         rows: outputs.
         columns: inputs.
         threads: that share the work.
-        out: where to, uint8 [panel_bytes(...)]; None makes an array.
+        out: where to, contiguous uint8 [panel_bytes(...)]; None makes an array.
 
     Returns:
         ``out``, uint8 [panel_bytes(...)].
 
     Raises:
-        ModelFileError: bytes that do not fit the shape.
-        EngineError: there is no library of kernels here.
+        ModelFileError: an unknown type, or columns that are no whole number of its blocks.
+        EngineError: a type without panels, bytes that do not fit the shape, or no library of kernels here.
     """
+    need = rows * quants.row_bytes(type_id, columns)
+    if type_id not in TYPES:
+        raise EngineError(f"{quants.quant_type(type_id).name} has no panels; {', '.join(_LAYOUT)} have")
     library = find_library()
     if isinstance(library, Missing):
         raise EngineError(f"no kernels here: {library.reason}")
-    need = rows * quants.row_bytes(type_id, columns)
     blocks = np.ascontiguousarray(raw).view(np.uint8).reshape(-1)
     if blocks.size != need:
         raise EngineError(f"{blocks.size} bytes for a matrix of {rows} x {columns}; need {need}")
     count = -(-rows // ROWS)
+    size = panel_bytes(type_id, rows, columns)
     if out is None:
-        out = np.empty(panel_bytes(type_id, rows, columns), np.uint8)
-    shares = min(threads, _MAX_THREADS, count)
+        out = np.empty(size, np.uint8)
+    if out.size != size or out.dtype != np.uint8 or not (out.flags.c_contiguous and out.flags.writeable):
+        raise EngineError(f"{out.size} x {out.dtype} can't take panels of {size} contiguous bytes")
+    shares = max(1, min(threads, _MAX_THREADS, count))
 
     def lay(share: int) -> None:
-        _pack(
-            library,
-            type_id,
-            blocks,
-            rows,
-            columns,
-            count * share // shares,
-            count * (share + 1) // shares,
-            out,
-        )
+        first, end = count * share // shares, count * (share + 1) // shares
+        library.functions.kvasir_pack(type_id, blocks.ctypes.data, rows, columns, first, end, out.ctypes.data)
 
-    if shares <= 1:
+    if shares == 1:
         lay(0)
         return out
     with ThreadPoolExecutor(shares, thread_name_prefix="pack") as pool:
         for _ in pool.map(lay, range(shares)):
             pass
     return out
-
-
-def _pack(
-    library: Library, type_id: int, blocks: U8, rows: int, columns: int, first: int, end: int, out: U8
-) -> None:
-    library.functions.kvasir_pack(type_id, blocks.ctypes.data, rows, columns, first, end, out.ctypes.data)

@@ -28,7 +28,7 @@ def entries(folder):
     ("script", "kept"),
     [
         # The kernels that the onnxruntime engine compiles once.
-        pytest.param(USE_ONNXRUNTIME, r"kvasir-peer kernels kernels-\w+\.so lock", id="onnxruntime"),
+        pytest.param(USE_ONNXRUNTIME, r"kvasir-peer kernels kernels-\w+-\w+\.so lock", id="onnxruntime"),
         pytest.param(USE_LIBP2P, "", id="libp2p"),
     ],
 )

@@ -1,8 +1,8 @@
 """The library of C kernels: compiled on the machine that uses it, for the processor that it has.
 
 A C compiler is on most machines that compute, and compiling takes a few seconds once; what comes out stays in the
-user's cache, under a name made of everything that it depends on. Where there is none, or where it fails, the engine
-computes with onnxruntime's own operators, more slowly and in more memory, and says so.
+user's cache, under a name made of everything that it depends on and of what is in it. Where there is none, or where it
+fails, the engine computes with onnxruntime's own operators, more slowly and in more memory, and says so.
 """
 
 from __future__ import annotations
@@ -14,17 +14,22 @@ import logging
 import os
 import platform
 import shutil
+import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 log = logging.getLogger(__name__)
 
+_HERE = Path(__file__).resolve().parent
+_SOURCES = sorted(_HERE.glob("*.c"))
+_HEADERS = sorted(_HERE.glob("*.h"))
 _FLAGS = (
     "-std=gnu11",
     "-O3",
@@ -40,8 +45,12 @@ _FLAGS = (
 _COMPILERS = ("cc", "gcc", "clang")
 # Compiling takes 4 s on one core of 2024; ten times that on a small board, and more beside other work.
 _DEADLINE = 300.0
+# What is left of a compilation that was killed goes after this.
+_STALE = 3600.0
 # So that a machine's owner can do without.
 _OFF = "KVASIR_ENGINE_KERNELS"
+# What lanes.h calls plain loops, which take thirty times as long as onnxruntime's operators.
+_NO_INSTRUCTIONS = "portable"
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,21 +79,19 @@ class Missing:
     reason: str
 
 
+class _NoLibraryError(Exception):
+    """Its text is the reason, and what would help."""
+
+
 @functools.cache
 def find_library() -> Library | Missing:
     """Load the library, and compile it first where that has not been done; once per process."""
     if os.environ.get(_OFF, "").lower() in ("0", "off", "no"):
-        return Missing(f"{_OFF} is off")
-    compiler = _compiler()
-    if compiler is None:
-        return Missing(f"no C compiler is installed (looked for {', '.join(_COMPILERS)})")
+        return Missing(f"{_OFF} switches them off; unset it to have them")
     try:
-        path = _compiled(compiler, cache_folder())
-        return _load(path)
-    except (OSError, subprocess.SubprocessError) as error:
-        lines = [line for line in str(getattr(error, "stderr", "") or error).splitlines() if line.strip()]
-        first = next((line for line in lines if "error" in line), lines[0] if lines else type(error).__name__)
-        return Missing(f"{compiler} could not compile them: {first.strip()[:200]}")
+        return _load(_compiled(_compilers(), cache_folder()))
+    except _NoLibraryError as error:
+        return Missing(" ".join(str(error).split()))
 
 
 def cache_folder() -> Path:
@@ -104,36 +111,86 @@ def compile_library(compiler: str, path: Path, flags: tuple[str, ...] = ()) -> N
 
     Raises:
         subprocess.SubprocessError: the compiler failed, or took too long.
-        OSError: it could not be started, or the file not be written.
+        OSError: the file could not be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Written beside and moved, so that nobody ever loads half a file.
-    descriptor, name = tempfile.mkstemp(prefix=path.stem, suffix=".part", dir=path.parent)
-    os.close(descriptor)
-    part = Path(name)
+    with _scratch(path.parent) as scratch:
+        _build(compiler, scratch, flags or _for_this_processor()[0]).replace(path)
+
+
+def _build(compiler: str, scratch: Path, flags: Sequence[str]) -> Path:
+    """Compile within a folder, which takes the compiler's own files too; return the library's path there."""
+    path = scratch / "library.so"
+    command = [compiler, *_FLAGS, *flags, "-o", str(path), *map(str, _SOURCES), "-lm"]
+    # Errors are looked for by their English names.
+    environment = {**os.environ, "TMPDIR": str(scratch), "LC_ALL": "C"}
     try:
-        sources = map(str, _sources("*.c"))
-        command = [compiler, *_FLAGS, *(flags or _for_this_processor()), "-o", str(part), *sources, "-lm"]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_DEADLINE)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=environment,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise subprocess.CalledProcessError(error.errno or 1, command, stderr=str(error)) from error
+    with process:
+        try:
+            _, said = process.communicate(timeout=_DEADLINE)
+        except BaseException:
+            _kill(process)
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, stderr=said)
+    path.chmod(0o700)
+    return path
 
 
-def _sources(pattern: str) -> list[Path]:
-    """Return the files that the library is made of."""
-    return sorted(Path(__file__).resolve().parent.glob(pattern))
+def _kill(process: subprocess.Popen[str]) -> None:
+    """End a compiler and what it has started: the command itself only waits for others."""
+    with suppress(ProcessLookupError):
+        if hasattr(os, "killpg"):
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
 
 
-def _compiler() -> str | None:
+@contextmanager
+def _scratch(folder: Path) -> Iterator[Path]:
+    """A folder beside the library, from which it is moved: nobody ever loads half a file."""
+    with tempfile.TemporaryDirectory(prefix="compiling-", dir=folder, ignore_cleanup_errors=True) as name:
+        yield Path(name)
+
+
+def _compilers() -> list[str]:
+    """Return the compilers that are installed, the preferred one first.
+
+    Raises:
+        _NoLibraryError: there is none.
+    """
     names = [os.environ["CC"], *_COMPILERS] if os.environ.get("CC") else _COMPILERS
-    return next((found for found in map(shutil.which, names) if found), None)
+    found = {str(Path(path).resolve()): path for path in map(shutil.which, names[::-1]) if path}
+    if not found:
+        raise _NoLibraryError(
+            f"no C compiler is installed (looked for {', '.join(names)}); install one, on Debian by "
+            "apt install gcc libc6-dev, on Fedora by dnf install gcc, on macOS by xcode-select --install"
+        )
+    return list(found.values())[::-1]
 
 
-def _for_this_processor() -> tuple[str, ...]:
-    """Flags by which the compiler uses all instructions that this processor has."""
-    arm = platform.machine().lower() in ("aarch64", "arm64")
-    return ("-mcpu=native",) if arm else ("-march=native",)
+def _for_this_processor() -> list[tuple[str, ...]]:
+    """Flags by which a compiler uses the instructions that this processor has; further ones for compilers and
+    assemblers that are older than it."""
+    processor = _processor()
+    if platform.machine().lower() not in ("aarch64", "arm64"):
+        older: list[tuple[str, ...]] = [("-mavx2", "-mfma", "-mf16c")] if " avx2" in processor else []
+        return [("-march=native",), *older]
+    dot = ("-mcpu=apple-m1",) if sys.platform == "darwin" else ("-march=armv8.2-a+dotprod",)
+    older = [dot] if sys.platform == "darwin" or " asimddp" in processor else []
+    return [("-mcpu=native",), *older, ("-march=armv8-a",)]
 
 
 def _processor() -> str:
@@ -141,7 +198,7 @@ def _processor() -> str:
     try:
         text = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:
-        return platform.processor()
+        return f"{platform.processor()} {platform.version()}"
     lines = {
         line
         for line in text.splitlines()
@@ -150,52 +207,152 @@ def _processor() -> str:
     return "\n".join(sorted(lines))
 
 
-def _name(compiler: str) -> str:
-    """Return the file's name: what is in it depends on the sources, the compiler and the processor."""
+def _stem(compiler: str) -> str:
+    """Return how the file's name begins: what is in it depends on the sources, the compiler and the processor."""
     digest = hashlib.sha256()
-    for source in _sources("*.[ch]"):
+    for source in (*_SOURCES, *_HEADERS):
         digest.update(source.read_bytes())
     program = Path(compiler).resolve()
     status = program.stat()
-    for part in (*_FLAGS, *_for_this_processor(), str(program), str(status.st_size), str(status.st_mtime_ns)):
+    flags = [*_FLAGS, *(flag for flags in _for_this_processor() for flag in flags)]
+    for part in (*flags, str(program), str(status.st_size), str(status.st_mtime_ns)):
         digest.update(part.encode() + b"\0")
     digest.update(f"{sys.platform} {platform.machine()} {_processor()}".encode())
-    return f"kernels-{digest.hexdigest()[:20]}.so"
+    return f"kernels-{digest.hexdigest()[:20]}"
 
 
-def _compiled(compiler: str, folder: Path) -> Path:
-    """Return the path of the compiled library."""
-    path = folder / _name(compiler)
-    if path.exists():
-        return path
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # Engines of a machine start together: one compiles, the others wait for it.
-    with _locked(folder / "lock"):
-        if not path.exists():
+def _content(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:20]
+
+
+def _trusted(path: Path) -> bool:
+    """Whether nobody else can have written it: it will be run."""
+    if not hasattr(os, "geteuid"):
+        return True
+    status = path.stat()
+    return status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _kept(folder: Path, stems: Sequence[str]) -> Path | None:
+    """Return the library that was compiled earlier; what is left of one that was spoilt does not count."""
+    for stem in stems:
+        for path in folder.glob(f"{stem}-*.so"):
+            with suppress(OSError):
+                if _trusted(path) and path.stem == f"{stem}-{_content(path)}":
+                    return path
+    return None
+
+
+def _compiled(compilers: Sequence[str], folder: Path) -> Path:
+    """Return the path of the compiled library.
+
+    Raises:
+        _NoLibraryError: the folder can't be used, or no compiler does it.
+    """
+    try:
+        if not folder.is_absolute():
+            raise NotADirectoryError("the user has no home")
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if hasattr(os, "geteuid") and folder.stat().st_uid == os.geteuid():
+            folder.chmod(0o700)
+        if not _trusted(folder):
+            raise PermissionError("others can write there")
+        stems = [_stem(compiler) for compiler in compilers]
+        path = _kept(folder, stems)
+        if path is not None:
+            return path
+        # Engines of a machine start together: one compiles, the others wait for it.
+        with _locked(folder / "lock"):
+            return _kept(folder, stems) or _compile(compilers, folder)
+    except OSError as error:
+        raise _NoLibraryError(
+            f"{folder} can't keep them ({error.strerror or error}); set XDG_CACHE_HOME to a folder that you can write"
+        ) from error
+
+
+def _compile(compilers: Sequence[str], folder: Path) -> Path:
+    """Compile with the first compiler, and the first flags, that will do."""
+    for left in folder.glob("compiling-*"):
+        with suppress(OSError):
+            if left.stat().st_mtime < time.time() - _STALE:
+                shutil.rmtree(left)
+    reasons = []
+    for compiler in compilers:
+        for flags in _for_this_processor():
             begin = time.monotonic()
-            compile_library(compiler, path)
-            log.info("kernels compiled for this processor in %.1f s: %s", time.monotonic() - begin, path)
-    return path
+            try:
+                with _scratch(folder) as scratch:
+                    made = _build(compiler, scratch, flags)
+                    _sync(made)
+                    path = folder / f"{_stem(compiler)}-{_content(made)}.so"
+                    made.replace(path)
+            except subprocess.TimeoutExpired as error:
+                raise _NoLibraryError(
+                    f"{compiler} had not compiled them after {_DEADLINE:.0f} s; start again when the machine is less "
+                    "busy, or name another compiler by CC"
+                ) from error
+            except subprocess.CalledProcessError as error:
+                reasons.append(f"{compiler} could not compile them: {_complaint(error)}")
+            else:
+                log.info("kernels compiled for this processor in %.1f s: %s", time.monotonic() - begin, path)
+                return path
+    raise _NoLibraryError(f"{reasons[0]}; mend that, or name another compiler by CC")
+
+
+def _sync(path: Path) -> None:
+    """Have it on disk before its name is."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _complaint(error: subprocess.CalledProcessError) -> str:
+    """Return the line of what a compiler has said that tells most."""
+    lines = [line.strip() for line in (error.stderr or "").splitlines() if line.strip()]
+    wanted = ("No space left", "error")
+    found = (line for want in wanted for line in lines if want in line)
+    return next(found, lines[0] if lines else f"it ended with status {error.returncode}")[:200]
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock; go on without where there are none, or after a while: at worst two compile at once."""
     try:
         import fcntl
-    except ImportError:  # not on Windows: at worst two compile at once
+    except ImportError:  # Windows
         yield
         return
     with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        end = time.monotonic() + _DEADLINE
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.05)
+            except OSError:  # some network file systems
+                break
         yield
 
 
 def _load(path: Path) -> Library:
-    functions = ctypes.CDLL(str(path))
+    """Load the library.
+
+    Raises:
+        _NoLibraryError: it can't be loaded, or is of no use.
+    """
+    try:
+        functions = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise _NoLibraryError(
+            f"{error}; set XDG_CACHE_HOME to a folder from which programs may be run, or remove the file"
+        ) from error
     size, address = ctypes.c_size_t, ctypes.c_void_p
     functions.kvasir_instructions.restype = ctypes.c_char_p
     functions.kvasir_panel_bytes.argtypes = [ctypes.c_int, size, size]
     functions.kvasir_panel_bytes.restype = size
     functions.kvasir_pack.argtypes = [ctypes.c_int, address, size, size, size, size, address]
     functions.kvasir_pack.restype = None
-    return Library(path, functions.kvasir_instructions().decode(), functions)
+    instructions = functions.kvasir_instructions().decode()
+    if instructions == _NO_INSTRUCTIONS:
+        raise _NoLibraryError("they need a processor with AVX2, or one of ARM with 64 bits")
+    return Library(path, instructions, functions)
