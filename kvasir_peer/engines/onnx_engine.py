@@ -137,7 +137,8 @@ def _stack_memory(
         if name in experts:
             continue
         info = tensors[name]
-        if name == "token_embd.weight" and spec.first == 0:
+        in_place = container(info.type, spec.precision, kernels) == "panels"
+        if name == "token_embd.weight" and spec.first == 0 and not in_place:
             weights += info.n_bytes
             if not (shape.tied and spec.end == shape.n_layer):
                 continue

@@ -349,6 +349,20 @@ class Linears:
             return self._graph.ops("Split", len(matrices), fused, sizes, axis=1)
         return [self.one(x, m, b) for m, b in zip(matrices, biases, strict=True)]
 
+    def look_up(self, tokens: str, matrix: Matrix, scale: float) -> str:
+        """Add rows of a matrix that is kept as panels, times a scale: tokens int32 [n, 1] to [n, columns]."""
+        assert self._kernels.panels is not None
+        return self._graph.own(
+            self._kernels.panels,
+            "Embedding",
+            tokens,
+            self._graph.resident(self._panels([matrix])),
+            type=matrix.type,
+            rows=matrix.rows,
+            columns=matrix.columns,
+            scale=float(scale),
+        )
+
     def feed_forward(
         self, x: str, matrices: Sequence[Matrix], biases: Sequence[F32 | None], activation: str
     ) -> str | None:

@@ -25,7 +25,7 @@ from kvasir_peer.engines import quants
 from kvasir_peer.engines.architectures import LayerShape, MlaShape, ModelShape
 from kvasir_peer.engines.base import Precision
 from kvasir_peer.engines.onnx_graph import Graph
-from kvasir_peer.engines.onnx_linear import Kernels, Linears, Matrix
+from kvasir_peer.engines.onnx_linear import Kernels, Linears, Matrix, container
 from kvasir_peer.models.sources import TensorSource
 
 if TYPE_CHECKING:
@@ -194,6 +194,20 @@ class Parts:
     def _part(self) -> tuple[Part, Linears]:
         graph = Graph()
         return Part(graph), Linears(graph, self._precision, self._kernels, laid=self._laid)
+
+    def embedding(self) -> Graph | None:
+        """From ``tokens``, int32 [n, 1], to ``hidden``, or None where the type of their matrix is not kept as panels.
+
+        Where output and embedding are one matrix, it is held once.
+        """
+        matrix = self._matrix("token_embd.weight")
+        if container(matrix.type, self._precision, self._kernels) != "panels":
+            return None
+        part, linears = self._part()
+        tokens = part.graph.input("tokens", ["n", 1], np.int32)
+        hidden = linears.look_up(tokens, matrix, self._shape.embedding_scale)
+        part.graph.output(hidden, "hidden", ["n", self._shape.n_embd])
+        return part.graph
 
     def entry(self, layer: LayerShape) -> Part:
         """From the hidden state to the first attention: reads ``hidden``, writes q/k/v."""

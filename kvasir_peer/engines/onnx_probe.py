@@ -22,6 +22,7 @@ from kvasir_peer.engines.onnx_attention import attention_graph
 from kvasir_peer.engines.onnx_graph import Graph, Runtime
 from kvasir_peer.engines.onnx_linear import Kernels, Matrix, forward_node
 from kvasir_peer.engines.onnx_parts import Heads
+from kvasir_peer.engines.onnx_row_attention import RowAttentions
 from kvasir_peer.engines.rope import RopeTable, rotate
 from kvasir_peer.errors import EngineError
 
@@ -190,6 +191,18 @@ def _try_panels(attempt: _Attempt, runtime: Runtime) -> Path | Missing | None:
             _INT8_TOLERANCE,
             lambda: _try_forward(runtime, library.path),
         ),
+        attempt(
+            f"kernels of our own ({library.instructions}), attention",
+            _INSTEAD_OF_PANELS,
+            _FLOAT_TOLERANCE,
+            lambda: _try_row_attention(runtime, library.path),
+        ),
+        attempt(
+            f"kernels of our own ({library.instructions}), embedding",
+            _INSTEAD_OF_PANELS,
+            _FLOAT_TOLERANCE,
+            lambda: _try_embedding(runtime, library.path),
+        ),
     ]
     return library.path if all(works) else None
 
@@ -254,6 +267,46 @@ def _try_linear(runtime: Runtime, library: Path, type_id: int) -> tuple[F32, F32
     inputs = [g.input("x", ["n", columns]), packed, g.resident(bias)]
     g.output(g.own(library, "Linear", *inputs, type=type_id, rows=rows, columns=columns), "y", ["n", rows])
     return g.session(runtime).run({"x": x})[0], x @ weights.T + bias
+
+
+def _try_row_attention(runtime: Runtime, library: Path) -> tuple[F32, F32]:
+    """Three slots, 20 rows each, by one call; then one row each."""
+    rng = np.random.default_rng(2)
+    n_slots, n_rows, context = 3, 20, 32
+    heads = Heads(True, 4, 2, 32, 32, False)
+    rope = RopeShape("halves", 32, 10000.0)
+    shape = AttentionShape(4, 2, 32, 32, 32**-0.5, 0, 0.0, rope)
+    attentions = RowAttentions(library, n_slots, context, n_slots * n_rows, runtime)
+    attentions.add(shape, heads, RopeTable(rope), None)
+    g = Graph()
+    width = heads.q + heads.k + heads.v
+    inputs = [g.input("slots", ["n", 1], np.int32), g.input("positions", ["n", 1], np.int32)]
+    y = attentions.node(g, 0, [g.input("qkv", ["n", width])], *inputs)
+    g.output(y, "attention", ["n", heads.attended])
+    session = g.session(runtime)
+    qkv = rng.standard_normal((n_slots, n_rows + 1, width)).astype(np.float32)
+    got = []
+    for begin, end in ((0, n_rows), (n_rows, n_rows + 1)):
+        some = np.ascontiguousarray(qkv[:, begin:end]).reshape(-1, width)
+        slots = np.repeat(np.arange(n_slots, dtype=np.int32), end - begin)[:, None]
+        positions = np.tile(np.arange(begin, end, dtype=np.int32), n_slots)[:, None]
+        result = session.run({"qkv": some, "slots": slots, "positions": positions})[0]
+        got.append(result.reshape(n_slots, end - begin, -1))
+    keys = np.zeros((n_slots, 2, context, 32), np.float32)
+    begins = np.zeros(n_slots, np.int64)
+    expected = _attention(qkv, keys, np.zeros_like(keys), begins, shape, RopeTable(rope))
+    return np.concatenate(got, axis=1), expected
+
+
+def _try_embedding(runtime: Runtime, library: Path) -> tuple[F32, F32]:
+    rows, columns, kind = 20, 256, quants.BY_NAME["Q6_K"].id
+    blocks, weights = _random_blocks(np.random.default_rng(3), kind, rows, columns)
+    g = Graph()
+    inputs = [g.input("tokens", ["n", 1], np.int32), g.resident(panels.pack(blocks, kind, rows, columns))]
+    y = g.own(library, "Embedding", *inputs, type=kind, rows=rows, columns=columns, scale=2.0)
+    g.output(y, "hidden", ["n", columns])
+    tokens = np.arange(rows, dtype=np.int32)[::-1, None]
+    return g.session(runtime).run({"tokens": np.ascontiguousarray(tokens)})[0], 2.0 * weights[tokens[:, 0]]
 
 
 def _try_forward(runtime: Runtime, library: Path) -> tuple[F32, F32]:

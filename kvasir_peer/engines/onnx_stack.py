@@ -137,12 +137,15 @@ class OnnxStack(LayerStack):
         shape, spec = self.shape, self.spec
         maker = Parts(shape, source, spec.precision, kernels, progress)
         self._embedding: NDArray[Any] | None = None
+        self._look_up: Session | None = None
         if self._head:
-            info = source.tensors["token_embd.weight"]
-            raw = np.array(source.read("token_embd.weight"))
-            self._embedding = raw.reshape(info.shape[0], -1)
-            self._embedding_type = info.type
-            progress("token_embd.weight")
+            graph = maker.embedding()
+            if graph is not None:
+                self._look_up = graph.session(self._runtime)
+            else:
+                info = source.tensors["token_embd.weight"]
+                self._embedding = np.array(source.read("token_embd.weight")).reshape(info.shape[0], -1)
+                self._embedding_type = info.type
         factors = maker.vector("rope_freqs.weight") if shape.has("rope_freqs.weight") else None
         sizes = (spec.n_slots, spec.context_length, spec.max_rows, self._runtime)
         self._attentions: Attentions | RowAttentions
@@ -302,6 +305,9 @@ class OnnxStack(LayerStack):
         return result
 
     def _embed(self, tokens: NDArray[np.int32], out: F32) -> None:
+        if self._look_up is not None:
+            np.copyto(out, self._look_up.run({"tokens": tokens[:, None]})[0])
+            return
         assert self._embedding is not None
         rows = quants.dequantize(self._embedding[tokens], self._embedding_type, out.shape, threads=1)
         np.multiply(rows, np.float32(self.shape.embedding_scale), out=out)
@@ -384,5 +390,5 @@ class OnnxStack(LayerStack):
         self._buffers.clear()
         self._last_buffers.clear()
         self._attentions.close()
-        self._embedding = None
+        self._embedding = self._look_up = None
         trim_heap()

@@ -14,6 +14,21 @@
 #define PANEL_ROWS 16
 #define INLINE static inline __attribute__((always_inline))
 
+/* A float16 as a float. */
+INLINE float half_to_float(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = (uint32_t)(h & 0x7fff) << 13;
+    float value;
+    uint32_t bits = rest;
+    memcpy(&value, &bits, 4);
+    value *= 0x1p112f; /* exponents are 112 apart, subnormal ones too */
+    memcpy(&bits, &value, 4);
+    if ((h & 0x7c00) == 0x7c00)
+        bits = 0x7f800000 | (rest & 0x7fffff);
+    bits |= sign;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__) && !defined(KVASIR_NO_AVX512) && !defined(KVASIR_PORTABLE)
 
 #include <immintrin.h>
@@ -196,19 +211,6 @@ typedef struct { float f[16]; } F;
 
 #define EACH_BYTE for (int i = 0; i < 64; i++)
 #define EACH_LANE for (int i = 0; i < 16; i++)
-INLINE float half_to_float(uint16_t h) {
-    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = (uint32_t)(h & 0x7fff) << 13;
-    float value;
-    uint32_t bits = rest;
-    memcpy(&value, &bits, 4);
-    value *= 0x1p112f; /* exponents are 112 apart, subnormal ones too */
-    memcpy(&bits, &value, 4);
-    if ((h & 0x7c00) == 0x7c00)
-        bits = 0x7f800000 | (rest & 0x7fffff);
-    bits |= sign;
-    memcpy(&value, &bits, 4);
-    return value;
-}
 INLINE V v_load(const void *p) { V a; memcpy(&a, p, 64); return a; }
 INLINE V v_bytes(int byte) { V a; EACH_BYTE a.b[i] = (uint8_t)byte; return a; }
 INLINE V v_word(int32_t word) { V a; EACH_LANE memcpy(a.b + 4 * i, &word, 4); return a; }

@@ -3,15 +3,9 @@
 
 #include <math.h>
 
-/* What table codes stand for, with SIGNED_BIAS added: IQ4 (kvalues_iq4nl of ggml), and twice the e2m1 floats. */
+/* What table codes stand for, with SIGNED_BIAS added. */
 #define BIASED(v) (uint8_t)((v) + SIGNED_BIAS)
-static const uint8_t TABLES[3][16] = {
-    {0},
-    {BIASED(-127), BIASED(-104), BIASED(-83), BIASED(-65), BIASED(-49), BIASED(-35), BIASED(-22), BIASED(-10),
-     BIASED(1), BIASED(13), BIASED(25), BIASED(38), BIASED(53), BIASED(69), BIASED(89), BIASED(113)},
-    {BIASED(0), BIASED(1), BIASED(2), BIASED(3), BIASED(4), BIASED(6), BIASED(8), BIASED(12),
-     BIASED(0), BIASED(-1), BIASED(-2), BIASED(-3), BIASED(-4), BIASED(-6), BIASED(-8), BIASED(-12)},
-};
+static const uint8_t TABLES[3][16] = {{0}, {IQ4_VALUES(BIASED)}, {MXFP4_VALUES(BIASED)}};
 
 size_t rounded_bytes(size_t n, size_t columns) {
     return n * (columns + columns / COLUMNS * sizeof(float) + columns / 16 * sizeof(int32_t));

@@ -1,7 +1,9 @@
-/* Operators for onnxruntime, in the domain "kvasir": Linear, FeedForward and Attention.
+/* Operators for onnxruntime, in the domain "kvasir": Linear, Embedding, FeedForward and Attention.
  *
  * Linear (x float [n, columns], panels uint8, bias float [rows] or none) -> float [n, rows]
  *     attributes type, rows, columns
+ * Embedding (tokens int32 [n, 1], panels uint8) -> float [n, columns]: rows of the matrix
+ *     attributes type, rows, columns; scale
  * FeedForward (x float [n, columns], gate, up, down uint8, places int32 [n, k] or none, mix float [n, k] or none,
  *              gate_bias, up_bias float [experts, width] or none, down_bias float [experts, columns] or none)
  *     -> float [n, columns], int32 [1, 2] or none: experts that were computed, and rows of all of them
@@ -167,6 +169,67 @@ static enum element linear_input(const struct operator_v20 *self, size_t index) 
 static enum presence linear_presence(const struct operator_v20 *self, size_t index) {
     (void)self;
     return index == 2 ? OPTIONAL : REQUIRED;
+}
+
+/* ------------------------------------------------------------------------------------------------ Embedding */
+
+struct embedding_operator {
+    struct linear_operator linear;
+    float scale;
+};
+
+static Status *embedding_create(const struct operator_v20 *self, Api api, const Info *info, void **made) {
+    void *linear;
+    float scale;
+    Status *status = FLOAT_ATTRIBUTE(api)(info, "scale", &scale);
+    if (status || (status = linear_create(self, api, info, &linear)))
+        return status;
+    struct embedding_operator *op = malloc(sizeof *op);
+    if (op)
+        *op = (struct embedding_operator){*(struct linear_operator *)linear, scale};
+    free(linear);
+    *made = op;
+    return op ? NULL : CREATE_STATUS(api)(FAILED, "Embedding: out of memory");
+}
+
+static Status *embedding_compute(void *self, Context *context) {
+    const struct embedding_operator *op = self;
+    Api api = op->linear.api;
+    struct matrix w = op->linear.w;
+    int64_t dims[2];
+    void *tokens, *panels;
+    float *y;
+    Status *status;
+    if ((status = input(api, context, 0, &tokens, dims, 0)) ||
+        (status = input(api, context, 1, &panels, NULL, bytes_of(&w, 1))))
+        return status;
+    if (!tokens || !panels || dims[1] != 1)
+        return refuse(api, "Embedding: an input is missing, or there is not one token in each row");
+    const int32_t *which = tokens;
+    for (int64_t i = 0; i < dims[0]; i++)
+        if (which[i] < 0 || (size_t)which[i] >= w.rows)
+            return refuse(api, "Embedding: a token is outside of the vocabulary");
+    if ((status = output(api, context, 0, dims[0], (int64_t)w.columns, &y)))
+        return status;
+    struct call call = {api, context};
+    struct threads threads = {run_parts, &call};
+    w.panels = panels;
+    if (!look_up(&threads, &w, op->scale, which, (size_t)dims[0], y))
+        return CREATE_STATUS(api)(FAILED, "Embedding: out of memory");
+    return NULL;
+}
+
+static const char *embedding_name(const struct operator_v20 *self) {
+    (void)self;
+    return "Embedding";
+}
+static size_t embedding_inputs(const struct operator_v20 *self) {
+    (void)self;
+    return 2;
+}
+static enum element embedding_input(const struct operator_v20 *self, size_t index) {
+    (void)self;
+    return index ? UINT8 : INT32;
 }
 
 /* ------------------------------------------------------------------------------------------------ FeedForward */
@@ -381,6 +444,12 @@ static const struct operator_v20 LINEAR = {
     .input_presence = linear_presence, .output_presence = required, .input_memory = no_memory,
     .create_v2 = linear_create, .compute = linear_compute,
 };
+static const struct operator_v20 EMBEDDING = {
+    .version = API_VERSION, .name = embedding_name, .provider = no_provider, .input_type = embedding_input,
+    .input_count = embedding_inputs, .output_type = is_float, .output_count = one, .destroy = free,
+    .input_presence = required, .output_presence = required, .input_memory = no_memory,
+    .create_v2 = embedding_create, .compute = embedding_compute,
+};
 static const struct operator_v20 FEED_FORWARD = {
     .version = API_VERSION, .name = forward_name, .provider = no_provider, .input_type = forward_input,
     .input_count = forward_inputs, .output_type = forward_output, .output_count = forward_outputs, .destroy = free,
@@ -402,7 +471,7 @@ static Status *make_domain(Api api, void **made) {
     void *domain;
     Status *status;
     if ((status = CREATE_DOMAIN(api)("kvasir", &domain)) || (status = ADD_OPERATOR(api)(domain, &LINEAR)) ||
-        (status = ADD_OPERATOR(api)(domain, &FEED_FORWARD)) || (status = ADD_OPERATOR(api)(domain, &ATTENTION)))
+        (status = ADD_OPERATOR(api)(domain, &FEED_FORWARD)) || (status = ADD_OPERATOR(api)(domain, &ATTENTION)) || (status = ADD_OPERATOR(api)(domain, &EMBEDDING)))
         return status;
     void *none = NULL;
     /* Where two threads begin at once, one domain is made for nothing. */

@@ -167,6 +167,87 @@ static void place_scales(uint8_t *scale, const struct kind *kind, int row, const
     }
 }
 
+/* ------------------------------------------------------------------------------------------------ back to floats */
+
+#define PLAIN(v) (v)
+static const int8_t TABLES[3][16] = {{0}, {IQ4_VALUES(PLAIN)}, {MXFP4_VALUES(PLAIN)}};
+
+static unsigned read_code(const uint8_t *block, int bits, int row, int column) {
+    const int c = column / 4;
+    const uint8_t *at = block + 4 * row + column % 4;
+    switch (bits) {
+    case 8: return at[64 * c];
+    case 2: return at[64 * (c & 1)] >> 2 * (c / 2) & 3u;
+    case 3: return (at[64 * (c & 1)] >> 2 * (c / 2) & 3u) | (at[128] >> c & 1u) << 2;
+    }
+    const unsigned low = at[64 * (c & 3)] >> (c < 4 ? 0 : 4) & 15u;
+    if (bits == 5)
+        return low | (at[256] >> c & 1u) << 4;
+    if (bits == 6)
+        return low | (at[256 + 64 * (c & 1)] >> 2 * (c / 2) & 3u) << 4;
+    return low;
+}
+
+static float half_at(const uint8_t *p) {
+    uint16_t half;
+    memcpy(&half, p, 2);
+    return half_to_float(half);
+}
+
+/* 2 ** (e - 128); the two smallest are subnormal. */
+static float power_at(uint8_t e) {
+    const uint32_t bits = e < 2 ? (uint32_t)0x00200000 << e : (uint32_t)(e - 1) << 23;
+    float power;
+    memcpy(&power, &bits, 4);
+    return power;
+}
+
+/* Scale and offset of group 0 or 1 of 16 columns, as the file's blocks have them. */
+static void scale_at(enum scales kind, const uint8_t *super, const uint8_t *scales, int row, int group, float *scale,
+                     float *offset) {
+    *offset = 0.0f;
+    switch (kind) {
+    case F16: *scale = half_at(scales + 2 * row); break;
+    case F16_OFFSET:
+        *scale = half_at(scales + 2 * row);
+        *offset = half_at(scales + 32 + 2 * row);
+        break;
+    case U6:
+        *scale = half_at(super + 2 * row) * (float)scales[row];
+        *offset = -(half_at(super + 32 + 2 * row) * (float)scales[16 + row]);
+        break;
+    case U4:
+        *scale = half_at(super + 2 * row) * (float)(scales[16 * group + row] & 15);
+        *offset = -(half_at(super + 32 + 2 * row) * (float)(scales[16 * group + row] >> 4));
+        break;
+    case I8: *scale = half_at(super + 2 * row) * (float)(int8_t)scales[16 * group + row]; break;
+    case I8_WIDE: *scale = half_at(super + 2 * row) * (float)(int8_t)scales[row]; break;
+    case E8: *scale = power_at(scales[row]); break;
+    }
+}
+
+void unpack_row(const struct kind *kind, const uint8_t *panel, int row, size_t columns, float *out) {
+    const int record = record_bytes(kind->bits, kind->scales), super = super_bytes(kind->scales);
+    const uint8_t *at = panel, *of_super = panel;
+    for (size_t b = 0; b < columns / COLUMNS; b++, at += record, out += COLUMNS) {
+        if (super && b % 8 == 0) {
+            of_super = at;
+            at += super;
+        }
+        for (int group = 0; group < 2; group++) {
+            float scale, offset;
+            scale_at(kind->scales, of_super, at + 64 * kind->bits, row, group, &scale, &offset);
+            for (int i = 16 * group; i < 16 * group + 16; i++) {
+                const int code = (int)read_code(at, kind->bits, row, i);
+                const int value = kind->table ? TABLES[kind->table][code] : code - kind->zero;
+                out[i] = scale * (float)value;
+                if (kind->scales == F16_OFFSET || kind->scales == U6 || kind->scales == U4)
+                    out[i] += offset;
+            }
+        }
+    }
+}
+
 #define EXPORT __attribute__((visibility("default")))
 
 /* Bytes of a matrix in panels; 0 for a type or a width that has none. */

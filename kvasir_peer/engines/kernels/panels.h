@@ -59,6 +59,13 @@ struct kind {
 
 #define COLUMNS 32 /* of a block in a panel */
 
+/* What codes stand for where a type has a table: IQ4 (kvalues_iq4nl of ggml), and twice the e2m1 floats. */
+#define IQ4_VALUES(X)                                                                                             \
+    X(-127), X(-104), X(-83), X(-65), X(-49), X(-35), X(-22), X(-10), X(1), X(13), X(25), X(38), X(53), X(69), X(89), \
+        X(113)
+#define MXFP4_VALUES(X)                                                                                           \
+    X(0), X(1), X(2), X(3), X(4), X(6), X(8), X(12), X(0), X(-1), X(-2), X(-3), X(-4), X(-6), X(-8), X(-12)
+
 INLINE int scale_bytes(enum scales s) {
     return s == F16 || s == U6 || s == U4 || s == I8 ? 32 : s == F16_OFFSET ? 64 : 16;
 }
@@ -84,6 +91,9 @@ struct activations {
 size_t rounded_bytes(size_t n, size_t columns);
 struct activations rounded_at(void *memory, size_t n, size_t columns);
 void round_row(const float *x, const struct activations *to, size_t row);
+
+/* out[columns] = row `row` of a panel, as ggml would dequantise it. */
+void unpack_row(const struct kind *kind, const uint8_t *panel, int row, size_t columns, float *out);
 
 /* out[i * 16 + r] = row `rows[i]` of the activations times row r of the panel, for i < n. */
 void multiply(const struct kind *kind, const uint8_t *panel, const struct activations *x, const int32_t *rows,

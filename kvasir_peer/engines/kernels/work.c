@@ -89,6 +89,37 @@ bool linear(const struct threads *threads, const struct matrix *w, const float *
     return done;
 }
 
+/* ------------------------------------------------------------------------------------------------ rows */
+
+/* Rows that are looked up at a time. */
+#define ROWS_OF_SHARE 8
+
+struct lookup {
+    const struct matrix *w;
+    float scale;
+    const int32_t *tokens;
+    size_t n, panel_bytes;
+    float *y;
+};
+
+static void lookup_share(void *data, size_t share) {
+    const struct lookup *l = data;
+    for (size_t i = share * ROWS_OF_SHARE; i < l->n && i < (share + 1) * ROWS_OF_SHARE; i++) {
+        const size_t row = (size_t)l->tokens[i];
+        float *y = l->y + i * l->w->columns;
+        unpack_row(l->w->kind, l->w->panels + row / PANEL_ROWS * l->panel_bytes, (int)(row % PANEL_ROWS),
+                   l->w->columns, y);
+        for (size_t j = 0; j < l->w->columns; j++)
+            y[j] *= l->scale;
+    }
+}
+
+bool look_up(const struct threads *threads, const struct matrix *w, float scale, const int32_t *tokens, size_t n,
+             float *y) {
+    struct lookup l = {w, scale, tokens, n, bytes_of_panel(w), y};
+    return n == 0 || in_shares(threads, lookup_share, (n + ROWS_OF_SHARE - 1) / ROWS_OF_SHARE, &l);
+}
+
 /* ------------------------------------------------------------------------------------------------ feed-forward */
 
 static void gate_row(enum activation activation, const float *gate, const float *up, float *h, size_t n) {

@@ -32,6 +32,10 @@ struct matrix {
 bool linear(const struct threads *threads, const struct matrix *w, const float *bias, const float *x, size_t n,
             float *y);
 
+/* y[n, columns] = rows `tokens` [n] of the matrix, times a scale. False without memory. */
+bool look_up(const struct threads *threads, const struct matrix *w, float scale, const int32_t *tokens, size_t n,
+             float *y);
+
 enum activation { SILU, GELU_TANH, SWIGLU_OAI };
 
 /* Feed-forward parts of a layer: experts, or one that takes every row. Matrices of all experts follow each other,
