@@ -32,10 +32,11 @@ import trio
 from expert_volunteers import LOOPBACK, Order
 from rows import Rows
 
-from kvasir_peer.agent.engine import Engine, open_engine
-from kvasir_peer.engines.architectures import parse
-from kvasir_peer.engines.orders import ArenaShape, GgufWeights, LoadStage
+from kvasir_peer.agent.engine import open_engine
+from kvasir_peer.engines.architectures import ModelShape, MoeShape, parse
+from kvasir_peer.engines.orders import GgufWeights
 from kvasir_peer.experts.coordinator import Coordinator
+from kvasir_peer.experts.coordinator_peer import whole_model
 from kvasir_peer.experts.dispatch_map import DispatchMap, MapDispatcher, MapWorker
 from kvasir_peer.experts.dispatch_policy import SlotReading
 from kvasir_peer.experts.dispatcher import Dispatcher, DispatcherConfig, DispatchStatistics
@@ -45,7 +46,6 @@ from kvasir_peer.models.split_experts import split_experts
 from kvasir_peer.net.node import Node
 from kvasir_peer.serving.widths import Widths
 from kvasir_peer.wire import ring
-from kvasir_peer.wire.experts import rows_bytes
 from kvasir_peer.wire.sampling import Sampling
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,23 +80,11 @@ class Setup:
     in_flight: int = 8
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Of a model: what the orders need."""
-
-    n_layer: int
-    n_embd: int
-    vocab: int
-    n_expert: int
-    used: int
-
-
-def shape_of(model: Path) -> Shape:
-    """Read it from the file's header."""
+def shape_of(model: Path) -> tuple[ModelShape, MoeShape]:
+    """Of a model, and of the experts of its layers, which are all alike."""
     gguf = GgufFile.open(model)
     shape = parse(gguf.metadata, gguf.tensors)
-    moe = next(layer.moe for layer in shape.layers if layer.moe is not None)
-    return Shape(shape.n_layer, shape.n_embd, shape.n_vocab, moe.n_expert, moe.n_used)
+    return shape, next(layer.moe for layer in shape.layers if layer.moe is not None)
 
 
 @dataclass(frozen=True)
@@ -148,11 +136,11 @@ class Measured:
 
 @asynccontextmanager
 async def volunteers(
-    count: int, setup: Setup, shape: Shape
+    count: int, setup: Setup, shape: ModelShape, moe: MoeShape
 ) -> AsyncIterator[tuple[list[MapWorker], list[trio.Process]]]:
     """So many volunteers, in processes of their own."""
     layers = range(shape.n_layer) if setup.layers is None else setup.layers
-    ranges = tuple((layer, 0, shape.n_expert) for layer in layers)
+    ranges = tuple((layer, 0, moe.n_expert) for layer in layers)
     workers: list[MapWorker] = []
     processes: list[trio.Process] = []
     try:
@@ -162,7 +150,7 @@ async def volunteers(
                 str(setup.model),
                 ranges,
                 shape.n_embd,
-                shape.used,
+                moe.n_used,
                 setup.rows,
                 setup.floor_ms,
                 setup.way,
@@ -204,35 +192,6 @@ def cpu_seconds(processes: list[trio.Process]) -> float:
     return total
 
 
-async def load(engine: Engine, setup: Setup, shape: Shape) -> None:
-    """Load the whole model, as a coordinator does."""
-    room = max(rows_bytes(setup.rows, shape.used, shape.n_embd, "f32"), setup.rows * shape.n_embd * 4)
-    await engine.load_stage(
-        LoadStage(
-            job=0,
-            weights=GgufWeights(str(setup.model)),
-            engine="onnx",
-            stage=0,
-            stages=1,
-            first=0,
-            end=shape.n_layer,
-            n_layer=shape.n_layer,
-            n_embd=shape.n_embd,
-            vocab=shape.vocab,
-            n_slots=setup.streams,
-            context_length=256,
-            max_rows=setup.rows,
-            dtype="f32",
-            top_logprobs=0,
-            precision="exact",
-            threads=1,
-            device="cpu",
-            arena=ArenaShape(setup.in_flight + 40, room),
-            expert_floor_ms=setup.floor_ms,
-        )
-    )
-
-
 def early(dispatcher: Dispatcher) -> bool:
     """Whether any worker is still checked as often as a new one."""
     return any(worker.rows < EARLY_ROWS for worker in dispatcher.statistics().workers)
@@ -240,7 +199,7 @@ def early(dispatcher: Dispatcher) -> bool:
 
 async def measure(count: int, setup: Setup, seconds: float) -> Measured:
     """With so many volunteers."""
-    shape = shape_of(setup.model)
+    shape, moe = shape_of(setup.model)
     tokens = batches = 0
     times_told: list[float] = []
 
@@ -253,17 +212,35 @@ async def measure(count: int, setup: Setup, seconds: float) -> Measured:
             nursery.start_soon(ask)
 
     async with AsyncExitStack() as stack:
-        workers, processes = await stack.enter_async_context(volunteers(count, setup, shape))
+        workers, processes = await stack.enter_async_context(volunteers(count, setup, shape, moe))
         engine = await stack.enter_async_context(open_engine())
         node = await stack.enter_async_context(Node.open(secrets.token_bytes(32), listen=[LOOPBACK]))
         nursery = await stack.enter_async_context(trio.open_nursery())
-        await load(engine, setup, shape)
+        widths = Widths(
+            max(256, setup.streams, setup.rows * setup.in_flight),
+            setup.rows,
+            setup.in_flight,
+            setup.streams,
+            256,
+        )
+        weights = GgufWeights(str(setup.model))
+        order = whole_model(
+            shape,
+            widths,
+            weights,
+            engine="onnx",
+            device="cpu",
+            precision="exact",
+            threads=1,
+            expert_floor_ms=setup.floor_ms,
+        )
+        await engine.load_stage(order)
 
         async def slots() -> SlotReading:
             return SlotReading(setup.streams, setup.streams + 1, 0, trio.current_time())
 
         layers = tuple(range(shape.n_layer))
-        config = DispatcherConfig("model", layers, shape.n_embd, shape.used, "exact", remote=setup.remote)
+        config = DispatcherConfig("model", layers, shape.n_embd, moe.n_used, "exact", remote=setup.remote)
         dispatcher = Dispatcher(node, engine, config, read_slots=slots)
         await nursery.start(dispatcher.run)
         value = DispatchMap(
@@ -273,7 +250,7 @@ async def measure(count: int, setup: Setup, seconds: float) -> Measured:
             0.0,
             shape.n_layer,
             shape.n_embd,
-            shape.used,
+            moe.n_used,
             "f16",
             setup.rows,
             tuple(workers),
@@ -286,14 +263,6 @@ async def measure(count: int, setup: Setup, seconds: float) -> Measured:
         with trio.fail_after(30):
             while not all(w.proven for w in dispatcher.statistics().workers):  # noqa: ASYNC110
                 await trio.sleep(0.05)
-        widths = Widths(
-            max(256, setup.streams, setup.rows * setup.in_flight),
-            setup.rows,
-            setup.in_flight,
-            setup.streams,
-            256,
-            0,
-        )
         coordinator = Coordinator(engine, widths, tell, dispatcher)
         nursery.start_soon(coordinator.run)
         numbers = itertools.count()
@@ -339,8 +308,8 @@ async def measure(count: int, setup: Setup, seconds: float) -> Measured:
 
 async def throughput(rows: Rows, counts: list[int], setup: Setup, seconds: float) -> None:
     """Rates with so many volunteers, against the lone coordinator's, and against all floors added up."""
-    shape = shape_of(setup.model)
-    floor = 1e3 / (setup.floor_ms * shape.n_layer * shape.used)
+    shape, moe = shape_of(setup.model)
+    floor = 1e3 / (setup.floor_ms * shape.n_layer * moe.n_used)
     print(
         f"{setup.streams} requests, {setup.floor_ms:g} ms for each row and expert ({floor:.1f} tokens/s each at best), "
         f"{setup.way * 1e3:g} ms each way, {setup.in_flight} passes in flight\n"
@@ -376,7 +345,7 @@ async def throughput(rows: Rows, counts: list[int], setup: Setup, seconds: float
 async def price(rows: Rows, seconds: float) -> None:
     """What layers at a volunteer cost a single request, 13 ms away there and back."""
     setup = Setup(streams=1, floor_ms=0.0, way=0.0065, remote="all")
-    layers = shape_of(setup.model).n_layer
+    layers = shape_of(setup.model)[0].n_layer
     alone = (await measure(0, setup, seconds)).step * 1e3
     rows.add("one request alone, all experts here, a token", alone, "ms")
     for remote in (1, layers):
@@ -394,7 +363,7 @@ async def bytes_of_rows(rows: Rows, seconds: float) -> None:
         model = Path(folder) / "experts.gguf"
         await trio.to_thread.run_sync(lambda: split_experts(REAL, model, experts=16))
         setup = Setup(model, 16, 0.0, 0.0, tuple(range(4)), "all", 16, 2)
-        plain = 2 * shape_of(model).n_embd
+        plain = 2 * shape_of(model)[0].n_embd
         m = await measure(1, setup, seconds)
     for way, counter in (("out", "bytes_out"), ("back", "bytes_in")):
         each = m.of_workers(counter) / m.of_workers("rows")

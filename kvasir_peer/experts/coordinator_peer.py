@@ -18,7 +18,7 @@ from kvasir_peer.engines.architectures import ModelShape
 from kvasir_peer.errors import EngineError, LinkError, RefusedError, WireError
 from kvasir_peer.experts.coordinator import Coordinator
 from kvasir_peer.experts.dispatch_policy import DispatchSettings, SlotReading
-from kvasir_peer.experts.dispatcher import Dispatcher, DispatcherConfig
+from kvasir_peer.experts.dispatcher import EXPERT_BUFFERS, Dispatcher, DispatcherConfig
 from kvasir_peer.experts.market_client import MarketClient, download_sources
 from kvasir_peer.experts.market_figures import figures_of
 from kvasir_peer.experts.patience import Patience
@@ -42,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 JOIN_WAIT = 10.0  # seconds that the bridge holds the heartbeat
 HELLO_SECONDS = 10.0
-EXPERT_BUFFERS = 24  # of the arena, for local parts, stand-ins and checks, beside the passes
 NEWS_QUEUED = 4096  # messages for the bridge that wait for its link
 
 State = Literal["joining", "fetching", "loading", "serving", "problem"]
@@ -79,6 +78,53 @@ class CoordinatorConfig:
     mode: Mode = "sampled"
     remote: Literal["auto", "all"] = "auto"
     expert_floor_ms: float = 0.0
+
+
+def experts_used(shape: ModelShape) -> int:
+    """The most experts that a row is routed to."""
+    return max((layer.moe.n_used for layer in shape.layers if layer.moe is not None), default=1)
+
+
+def whole_model(
+    shape: ModelShape,
+    widths: Widths,
+    weights: orders.StoreWeights | orders.GgufWeights,
+    *,
+    engine: str,
+    device: str,
+    precision: str,
+    threads: int,
+    memory: int = 0,
+    expert_floor_ms: float = 0.0,
+) -> orders.LoadStage:
+    """Load all layers as one stage, with room for routed rows in its arena."""
+    rows = widths.micro_batch_rows
+    room = max(
+        rows_bytes(rows, experts_used(shape), shape.n_embd, "f32"), tensor_bytes("f32", rows, shape.n_embd)
+    )
+    return orders.LoadStage(
+        job=0,
+        weights=weights,
+        engine=engine,
+        stage=0,
+        stages=1,
+        first=0,
+        end=shape.n_layer,
+        n_layer=shape.n_layer,
+        n_embd=shape.n_embd,
+        vocab=shape.n_vocab,
+        n_slots=widths.max_requests,
+        context_length=widths.context_length,
+        max_rows=rows,
+        dtype="f32",
+        top_logprobs=widths.top_logprobs,
+        precision=precision,
+        threads=threads,
+        device=device,
+        arena=orders.ArenaShape(widths.max_in_flight + 1 + EXPERT_BUFFERS, room),
+        memory_limit=memory,
+        expert_floor_ms=expert_floor_ms,
+    )
 
 
 class CoordinatorPeer:
@@ -122,10 +168,10 @@ class CoordinatorPeer:
         async with self._node.http_client(mine.bridge, mine.bridge_addresses) as http:
             self._market = MarketClient(http, mine.bridge, self._verify)
             joined = await self._join()
-            order, shape = await self._fetch(joined)
+            order, shape, widths = await self._fetch(joined)
             self._model = joined.manifest
             await self._reload(order)
-            await self._serve(order, shape)
+            await self._serve(order, shape, widths)
 
     async def _join(self) -> Joined:
         patience = Patience()
@@ -137,7 +183,7 @@ class CoordinatorPeer:
                 self._tell(CoordinatorNews("joining", f"the bridge does not answer; trying again ({error})"))
                 await patience.pause()
 
-    async def _fetch(self, joined: Joined) -> tuple[orders.LoadStage, ModelShape]:
+    async def _fetch(self, joined: Joined) -> tuple[orders.LoadStage, ModelShape, Widths]:
         from kvasir_peer.engines.architectures import parse
         from kvasir_peer.models.sources import StoreSource
 
@@ -155,36 +201,26 @@ class CoordinatorPeer:
         await Download(self._node, self._store, chunks, progress).run(download_sources(joined.sources))
         source = await trio.to_thread.run_sync(StoreSource, self._store, manifest, part)
         shape = parse(source.metadata, source.tensors)
-        context = config.context_length or min(shape.context_length, 4096)
-        used = max((layer.moe.n_used for layer in shape.layers if layer.moe is not None), default=1)
-        rows = config.micro_batch_rows
-        room = max(rows_bytes(rows, used, shape.n_embd, "f32"), tensor_bytes("f32", rows, shape.n_embd))
-        return (
-            orders.LoadStage(
-                job=0,
-                weights=orders.StoreWeights(str(self._store.root), str(file)),
-                engine=mine.engine,
-                stage=0,
-                stages=1,
-                first=0,
-                end=shape.n_layer,
-                n_layer=shape.n_layer,
-                n_embd=shape.n_embd,
-                vocab=shape.n_vocab,
-                n_slots=config.slots,
-                context_length=context,
-                max_rows=rows,
-                dtype="f32",
-                top_logprobs=config.top_logprobs,
-                precision=mine.precision,
-                threads=mine.threads,
-                device=mine.device,
-                arena=orders.ArenaShape(config.max_in_flight + 1 + EXPERT_BUFFERS, room),
-                memory_limit=mine.memory,
-                expert_floor_ms=config.expert_floor_ms,
-            ),
-            shape,
+        widths = Widths(
+            max(256, config.micro_batch_rows),
+            config.micro_batch_rows,
+            config.max_in_flight,
+            config.slots,
+            config.context_length or min(shape.context_length, 4096),
+            config.top_logprobs,
         )
+        order = whole_model(
+            shape,
+            widths,
+            orders.StoreWeights(str(self._store.root), str(file)),
+            engine=mine.engine,
+            device=mine.device,
+            precision=mine.precision,
+            threads=mine.threads,
+            memory=mine.memory,
+            expert_floor_ms=config.expert_floor_ms,
+        )
+        return order, shape, widths
 
     async def _load(self, order: orders.LoadStage) -> None:
         def progress(done: int, total: int) -> None:
@@ -201,10 +237,9 @@ class CoordinatorPeer:
             )
         )
 
-    async def _serve(self, order: orders.LoadStage, shape: ModelShape) -> None:
+    async def _serve(self, order: orders.LoadStage, shape: ModelShape, widths: Widths) -> None:
         config = self._config
         layers = tuple(layer.index for layer in shape.layers if layer.moe is not None)
-        used = max((layer.moe.n_used for layer in shape.layers if layer.moe is not None), default=1)
         dispatcher: Dispatcher | None = None
         if layers:
             dispatcher = Dispatcher(
@@ -214,7 +249,7 @@ class CoordinatorPeer:
                     self._model,
                     layers,
                     shape.n_embd,
-                    used,
+                    experts_used(shape),
                     config.membership.precision,
                     config.settings,
                     config.mode,
@@ -224,14 +259,6 @@ class CoordinatorPeer:
                 caught=lambda peer, why, rewinds: core.caught(peer, why, rewinds),
             )
         self._dispatcher = dispatcher
-        widths = Widths(
-            max(256, config.micro_batch_rows),
-            config.micro_batch_rows,
-            config.max_in_flight,
-            config.slots,
-            order.context_length,
-            config.top_logprobs,
-        )
         core = self._core = Coordinator(self._engine, widths, self._news, dispatcher)
         self._welcome = wire.Welcome(config.slots, order.context_length, order.vocab, config.top_logprobs)
         self._node.handle(

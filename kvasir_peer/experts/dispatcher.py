@@ -58,6 +58,7 @@ BACKGROUND_CHECKS = 64  # checks that may wait for the engine; more are given up
 # Of which the engine has so many at a time; where as many more wait, it has no time to spare, and they go with rows.
 CHECKS_AT_ONCE = 8
 REMEMBERED_CAUGHT = 256
+EXPERT_BUFFERS = 24  # of the arena, for local parts, stand-ins and checks, beside the passes
 
 
 @dataclass(frozen=True)

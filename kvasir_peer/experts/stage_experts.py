@@ -18,7 +18,13 @@ from kvasir_peer.engines.architectures import parse
 from kvasir_peer.engines.orders import ArenaShape
 from kvasir_peer.errors import LinkError, RefusedError
 from kvasir_peer.experts.dispatch_policy import DispatchSettings, SlotReading
-from kvasir_peer.experts.dispatcher import Dispatcher, DispatcherConfig, DispatchStatistics, RowOrigins
+from kvasir_peer.experts.dispatcher import (
+    EXPERT_BUFFERS,
+    Dispatcher,
+    DispatcherConfig,
+    DispatchStatistics,
+    RowOrigins,
+)
 from kvasir_peer.experts.market_client import MarketClient
 from kvasir_peer.experts.market_figures import figures_of
 from kvasir_peer.experts.passing import PassingRequests
@@ -36,7 +42,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EXPERT_BUFFERS = 24  # of the arena, for local parts, stand-ins and checks, beside the batches
 ACTIVE_SECONDS = 3.0  # a slot that had a row within this is busy
 REPORT_SECONDS = 5.0  # between two words to the bridge on what workers have done; at once when one is caught
 
