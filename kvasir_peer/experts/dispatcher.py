@@ -272,9 +272,12 @@ class Dispatcher:
                 nursery.start_soon(self._poll_slots)
                 nursery.start_soon(self._tend)
                 task_status.started()
-                await trio.sleep_forever()
+                try:
+                    await trio.sleep_forever()
+                finally:
+                    # Before the nursery ends: the engine goes on, and would have a task started in it.
+                    self._engine.routed = lambda work: None
         finally:
-            self._engine.routed = lambda work: None
             self._nursery = None
 
     async def _poll_slots(self) -> None:

@@ -10,6 +10,7 @@ import pytest
 import trio
 from helpers_experts import ALL_LAYERS, N_EMBD, N_EXPERT, N_USED, until
 
+from kvasir_peer.agent.engine import RoutedPass
 from kvasir_peer.engines.orders import ExpertsDone
 from kvasir_peer.errors import LinkError, RefusedError
 from kvasir_peer.experts import dispatcher as dispatching
@@ -159,3 +160,37 @@ async def test_an_event_costs_a_token_at_most_one_deadline(monkeypatch, autojump
     assert 0 < deadline <= MAX_DEADLINE
     # Not even one: somebody else is asked before it, and a late worker gets nothing new meanwhile.
     assert disturbed <= calm + deadline / 2
+
+
+class Watching(trio.abc.Instrument):
+    """Hands routed rows to a dispatcher whose tasks have ended, before its own task comes to run again."""
+
+    def __init__(self, dispatcher: Dispatcher, engine: OwnEngine) -> None:
+        self.dispatcher, self.engine = dispatcher, engine
+        self.failures: list[RuntimeError] = []
+        self.handed = 0
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        nursery = self.dispatcher._nursery
+        if nursery is not None and nursery._closed:
+            self.handed += 1
+            try:
+                self.engine.routed(RoutedPass(1, 0, 0, ROWS, N_USED, None))
+            except RuntimeError as error:
+                self.failures.append(error)
+
+
+async def test_rows_that_an_engine_routes_while_a_dispatcher_ends_do_no_harm() -> None:
+    async def slots() -> SlotReading:
+        return SlotReading(0, 8, 0, trio.current_time())
+
+    engine = OwnEngine()
+    config = DispatcherConfig("model", ALL_LAYERS, N_EMBD, N_USED, "exact")
+    dispatcher = Dispatcher(Here(), engine, config, read_slots=slots)  # type: ignore[arg-type]
+    watching = Watching(dispatcher, engine)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(dispatcher.run)
+        trio.lowlevel.add_instrument(watching)
+        nursery.cancel_scope.cancel()
+    trio.lowlevel.remove_instrument(watching)
+    assert watching.handed and not watching.failures
