@@ -2,16 +2,19 @@
 
 import gzip
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import trio
-from helpers_api import CONTEXT, MODEL, Scripted, saying, serving
+from helpers_api import CONTEXT, MODEL, Scripted, saying, serving, until
 
 from kvasir_peer.errors import BusyError, EngineError, ModelFileError, NotReadyError, UsageError
 from kvasir_peer.models.chat_template import ChatTemplate
 
+DOCUMENTATION = Path(__file__).resolve().parents[2] / "docs" / "http-api.md"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 COMPLETION = {"model": MODEL, "prompt": "Hi"}
 
@@ -187,6 +190,21 @@ async def test_refusals_of_the_service(
             assert got.status_code == status
             assert got.json()["error"]["message"] == str(refusal) and got.json()["error"]["code"] == code
             assert got.headers.get("retry-after") == retry_after
+
+
+async def test_no_more_requests_are_under_way_than_the_documentation_says() -> None:
+    found = re.search(r"has (\d+) requests under way at most", DOCUMENTATION.read_text())
+    assert found is not None
+    room = int(found[1]) - 1
+    async with serving() as server:
+        server.api._current = room
+        assert (await server.post("/v1/completions", json=COMPLETION)).status_code == 200
+        await until(lambda: server.api._current == room)
+        server.api._current += 1
+        got = await server.post("/v1/completions", json=COMPLETION)
+    error = got.json()["error"]
+    assert (got.status_code, error["code"], got.headers["retry-after"]) == (429, "rate_limit_exceeded", "2")
+    assert error["message"] == "too many requests are under way; ask again later"
 
 
 async def test_a_model_that_is_not_ready_says_what_is_missing() -> None:
