@@ -6,7 +6,7 @@ import base64
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import trio
@@ -71,13 +71,13 @@ class StageNews:
     """What an owner is told as it happens.
 
     Attributes:
-        state: as in :class:`~kvasir_peer.ring.volunteering.Report`.
+        state: as in :class:`~kvasir_peer.ring.volunteering.Report`; ``leaving`` while its place is handed over.
         text: in words.
         done, total, per_second: bytes of a download or a load, 0 where there is none.
         stage: of the plan in which this peer has a place, counted from 1; 0 without one.
     """
 
-    state: StageState
+    state: StageState | Literal["leaving"]
     text: str
     done: int = 0
     total: int = 0
@@ -182,7 +182,7 @@ class StagePeer:
         if self._plan is None or self._nursery is None:
             self._over.set()
             return
-        self._tell(StageNews(self._state, "leaving: the bridge looks for somebody to take this place"))
+        self._tell(StageNews("leaving", "the bridge looks for somebody to take this place"))
         self._urgent()
 
     def statistics(self) -> StageFigures:
@@ -228,7 +228,7 @@ class StagePeer:
                         self._over.set()
                         return
                     logger.warning("%s", error)
-                    self._tell(StageNews(self._state, f"the bridge does not answer; trying again ({error})"))
+                    self._tell(StageNews("broken", f"the bridge does not answer; trying again ({error})"))
                     await trio.sleep(RETRY_DELAYS[min(failures, len(RETRY_DELAYS) - 1)])
                     failures += 1
                     continue

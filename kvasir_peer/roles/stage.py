@@ -22,7 +22,14 @@ _STEPS: dict[str, Step] = {
     "loaded": "load",
     "serving": "ready",
     "broken": "problem",
+    "leaving": "stop",
 }
+
+
+def progress_of(news: StageNews) -> Progress:
+    """What a stage's owner is told, as all roles say it."""
+    step, unit = _STEPS.get(news.state, "plan"), "bytes" if news.total else ""
+    return Progress(step, news.text, news.done, news.total, unit, news.stage)
 
 
 class Leaving:
@@ -72,10 +79,6 @@ async def run_stage(settings: StageSettings, *, report: Report, leaving: Leaving
 
 
 async def _run(settings: StageSettings, report: Report, leaving: Leaving) -> None:
-    def tell(news: StageNews) -> None:
-        step, unit = _STEPS.get(news.state, "plan"), "bytes" if news.total else ""
-        report(Progress(step, news.text, news.done, news.total, unit, news.stage))
-
     async with (
         open_member(settings, "stage", report, memory_share=FREE_MEMORY_SHARE) as member,
         trio.open_nursery() as nursery,
@@ -97,7 +100,7 @@ async def _run(settings: StageSettings, report: Report, leaving: Leaving) -> Non
             member.membership,
             sign=member.me.sign,
             verify=identity.verify,
-            report=tell,
+            report=lambda news: report(progress_of(news)),
             experts=experts,
         )
         nursery.start_soon(experts.run)

@@ -15,7 +15,8 @@ from kvasir_peer.agent.membership import Membership
 from kvasir_peer.errors import WireError
 from kvasir_peer.net.memory import memory_link_pair
 from kvasir_peer.ring.stage import StageEpoch
-from kvasir_peer.ring.stage_peer import StagePeer
+from kvasir_peer.ring.stage_peer import StageNews, StagePeer
+from kvasir_peer.roles.stage import progress_of
 from kvasir_peer.serving.widths import Widths
 from kvasir_peer.wire import ring
 
@@ -43,6 +44,26 @@ async def test_an_epoch_that_is_over_takes_no_link() -> None:
             await epoch.admit(there, ring.Hello("batches", plan.id, 1))
         refusal, _ = ring.OPENING.decode(await here.receive())
         assert refusal.code == "epoch"
+
+
+def test_a_stage_that_leaves_says_so_in_words_that_make_sense(tmp_path: Path) -> None:
+    key, told = identity.Identity.generate(), list[StageNews]()
+    membership = Membership(BRIDGE.peer_id, (), "", tmp_path, 1, 1, "onnx", "cpu", "exact", 1)
+    peer = StagePeer(
+        SimpleNamespace(),  # type: ignore[arg-type]
+        SimpleNamespace(),  # type: ignore[arg-type]
+        SimpleNamespace(),  # type: ignore[arg-type]
+        membership,
+        sign=key.sign,
+        verify=identity.verify,
+        report=told.append,
+    )
+    peer._nursery = SimpleNamespace(start_soon=lambda task: None)  # type: ignore[assignment]
+    peer._plan, peer._state = plan_of([Member(), Member()], [0, 1, 2], WIDTHS), "serving"
+    peer.leave()
+    assert [progress_of(news).line() for news in told] == [
+        "stop: the bridge looks for somebody to take this place"
+    ]
 
 
 async def test_an_order_that_comes_before_an_epoch_has_begun_ends_it_all_the_same(tmp_path: Path) -> None:
