@@ -118,14 +118,33 @@ def start_logging(level: str) -> None:
         logging.getLogger(name).setLevel(level.upper())
 
 
+class _Pace:
+    """Lets records of one step and text pass so often only, and always the last of them."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._last: tuple[str, str] = ("", "")
+        self._last_time = 0.0
+
+    def passes(self, progress: Progress) -> bool:
+        key, now = (progress.step, progress.text), time.monotonic()
+        finished = progress.done >= progress.total
+        if key == self._last and not finished and now - self._last_time < self._seconds:
+            return False
+        self._last, self._last_time = key, now
+        return True
+
+
 class Reporter:
-    """Prints progress: lines for people, at most two a second of one kind, or every record as JSON.
+    """Prints progress: lines for people, of one kind at most two a second, or every record as JSON.
 
     JSON goes to standard output, because another process reads it; lines for people go to standard error, so that
-    standard output has only what a script may want: the ticket, the address.
+    standard output has only what a script may want: the ticket, the address. Where standard error is no terminal,
+    lines of one kind come every five seconds, so that a log stays short.
     """
 
-    INTERVAL = 0.5  # seconds between two lines of one step and text
+    SECONDS = 0.5
+    SECONDS_IN_LOG = 5.0
 
     def __init__(
         self, *, json_lines: bool, prefix: str = "", also: Callable[[Progress], None] | None = None
@@ -133,21 +152,15 @@ class Reporter:
         self._json = json_lines
         self._prefix = prefix
         self._also = also
-        self._last: tuple[str, str] = ("", "")
-        self._last_time = 0.0
+        self._lines = _Pace(self.SECONDS if sys.stderr.isatty() else self.SECONDS_IN_LOG)
+        self._others = _Pace(self.SECONDS)
 
     def __call__(self, progress: Progress) -> None:
         if self._json:
             print(progress.to_json(), flush=True)
-        now = time.monotonic()
-        key = (progress.step, progress.text)
-        finished = progress.done >= progress.total
-        if key == self._last and not finished and now - self._last_time < self.INTERVAL:
-            return
-        self._last, self._last_time = key, now
-        if not self._json:
+        elif self._lines.passes(progress):
             print(self._prefix + printable(progress.line()), file=sys.stderr, flush=True)
-        if self._also is not None:
+        if self._also is not None and self._others.passes(progress):
             self._also(progress)
 
 
