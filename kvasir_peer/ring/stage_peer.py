@@ -222,7 +222,6 @@ class StagePeer:
                 began = trio.current_time()
                 try:
                     orders = await self._post(client, 0.0 if busy else POLL_SECONDS)
-                    failures = 0
                 except LinkError as error:
                     if self._leaving:
                         self._over.set()
@@ -232,6 +231,9 @@ class StagePeer:
                     await trio.sleep(RETRY_DELAYS[min(failures, len(RETRY_DELAYS) - 1)])
                     failures += 1
                     continue
+                if failures:
+                    self._tell(StageNews(self._state, "the bridge answers again"))
+                    failures = 0
                 await self._follow(orders)
                 if busy:
                     # Ready meanwhile: the next poll is the one that is held until everybody is.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
+import msgspec
 import pytest
 import trio
 import trio.testing
@@ -15,7 +17,8 @@ from kvasir_peer.agent.membership import Membership
 from kvasir_peer.errors import WireError
 from kvasir_peer.net.memory import memory_link_pair
 from kvasir_peer.ring.stage import StageEpoch
-from kvasir_peer.ring.stage_peer import StageNews, StagePeer
+from kvasir_peer.ring.stage_peer import StagePeer
+from kvasir_peer.ring.volunteering import Orders
 from kvasir_peer.roles.stage import progress_of
 from kvasir_peer.serving.widths import Widths
 from kvasir_peer.wire import ring
@@ -46,24 +49,50 @@ async def test_an_epoch_that_is_over_takes_no_link() -> None:
         assert refusal.code == "epoch"
 
 
-def test_a_stage_that_leaves_says_so_in_words_that_make_sense(tmp_path: Path) -> None:
-    key, told = identity.Identity.generate(), list[StageNews]()
-    membership = Membership(BRIDGE.peer_id, (), "", tmp_path, 1, 1, "onnx", "cpu", "exact", 1)
+def stage(home: Path, node: object) -> tuple[StagePeer, list[str]]:
+    """A stage that does not run, and the lines that its owner reads."""
+    told: list[str] = []
     peer = StagePeer(
+        node,  # type: ignore[arg-type]
         SimpleNamespace(),  # type: ignore[arg-type]
         SimpleNamespace(),  # type: ignore[arg-type]
-        SimpleNamespace(),  # type: ignore[arg-type]
-        membership,
-        sign=key.sign,
+        Membership(BRIDGE.peer_id, (), "", home, 1, 1, "onnx", "cpu", "exact", 1),
+        sign=identity.Identity.generate().sign,
         verify=identity.verify,
-        report=told.append,
+        report=lambda news: told.append(progress_of(news).line()),
     )
+    return peer, told
+
+
+def test_a_stage_that_leaves_says_so_in_words_that_make_sense(tmp_path: Path) -> None:
+    peer, told = stage(tmp_path, SimpleNamespace())
     peer._nursery = SimpleNamespace(start_soon=lambda task: None)  # type: ignore[assignment]
     peer._plan, peer._state = plan_of([Member(), Member()], [0, 1, 2], WIDTHS), "serving"
     peer.leave()
-    assert [progress_of(news).line() for news in told] == [
-        "stop: the bridge looks for somebody to take this place"
-    ]
+    assert told == ["stop: the bridge looks for somebody to take this place"]
+
+
+async def test_a_bridge_that_does_not_answer_is_a_problem_until_it_does(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    answers = iter([503, 503, 200])
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        status = next(answers, None)
+        if status is None:
+            await trio.sleep_forever()
+        return httpx.Response(status or 0, content=msgspec.json.encode(Orders("wait")))
+
+    def client(*bridge: object) -> httpx.AsyncClient:
+        return httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://bridge")
+
+    peer, told = stage(tmp_path, SimpleNamespace(http_client=client, addresses=tuple))
+    peer._state = "serving"
+    with trio.move_on_after(5):
+        await peer._poll()
+    first, second, last = told
+    assert first == second and first.startswith("problem: the bridge does not answer; trying again (")
+    assert last == "ready: the bridge answers again"
 
 
 async def test_an_order_that_comes_before_an_epoch_has_begun_ends_it_all_the_same(tmp_path: Path) -> None:
@@ -71,15 +100,7 @@ async def test_an_order_that_comes_before_an_epoch_has_begun_ends_it_all_the_sam
     async with trio.open_nursery() as nursery:
         net, members = Net(nursery), [Member(), Member()]
         plan = plan_of(members, [0, 1, 2], WIDTHS)
-        membership = Membership(BRIDGE.peer_id, (), "", tmp_path, 1, 1, "onnx", "cpu", "exact", 1)
-        peer = StagePeer(
-            net.node(members[1].peer),  # type: ignore[arg-type]
-            SimpleNamespace(),  # type: ignore[arg-type]
-            SimpleNamespace(),  # type: ignore[arg-type]
-            membership,
-            sign=members[1].key.sign,
-            verify=identity.verify,
-        )
+        peer, _ = stage(tmp_path, net.node(members[1].peer))
         peer._nursery, peer._plan, peer._state = nursery, plan, "loaded"
         peer._start_epoch(plan)
         assert peer._epoch is not None
