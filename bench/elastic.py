@@ -29,6 +29,7 @@ import psutil
 import trio
 
 from kvasir_peer import running
+from kvasir_peer.commands.common import INTERRUPTED, run_until_stopped
 from kvasir_peer.commands.processes import Child, Children
 from kvasir_peer.progress import Progress
 
@@ -662,10 +663,13 @@ def main() -> int:
     if not given.model.is_file():
         parser.error(f"{given.model}: no such file; `make demo-experts` makes the one of the demo")
     os.environ.setdefault("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "relay")]))
+    run = Run()
+    rules = Rules(run)
     with tempfile.TemporaryDirectory(prefix="kvasir-elastic-") as home:
-        run = Run()
-        rules = Rules(run)
-        trio.run(main_async, run, rules, given, given.home or Path(home))
+        # Whatever ends it, the processes and their folder go.
+        stopped = run_until_stopped(lambda: main_async(run, rules, given, given.home or Path(home)))
+    if stopped:
+        return INTERRUPTED
     print(table(run))
     for row in rules.rows:
         print(f"{'holds ' if row.holds else 'BROKEN'}  {row.name}: {row.found} (goal: {row.goal})")
