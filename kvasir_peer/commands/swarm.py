@@ -259,10 +259,11 @@ class Swarm:
             if serve:
                 print(self._base_url, flush=True)
             if prompt is not None:
+                before = await self._stage_figures(client, model)
                 print(f"\n> {prompt}\n", flush=True)
                 measured = await self._ask(client, model, prompt, max_tokens)
                 print(f"\n\n{measured.line()}", flush=True)
-                print(stage_table(await self._stage_figures(client, model, self._rows)), flush=True)
+                print(stage_table(await self._stage_figures(client, model), before), flush=True)
 
     async def _ready(self, client: httpx.AsyncClient) -> str:
         """The model's name, as soon as a request for one token has been answered."""
@@ -325,10 +326,8 @@ class Swarm:
         self._rows += measured.prompt_tokens + measured.completion_tokens - 1
         return measured
 
-    async def _stage_figures(
-        self, client: httpx.AsyncClient, model: str, rows: int
-    ) -> list[Mapping[str, Any]]:
-        """Each stage's entry of ``/api/ring/{model}``, when the bridge has counted ``rows`` rows of all."""
+    async def _stage_figures(self, client: httpx.AsyncClient, model: str) -> list[Mapping[str, Any]]:
+        """Each stage's entry of ``/api/ring/{model}``, when the bridge has counted the rows of all questions."""
         import trio
 
         give_up = time.monotonic() + COUNT_SECONDS
@@ -337,7 +336,7 @@ class Swarm:
             if got.status_code != 200:
                 raise answers.refusal(got.status_code, got.headers, got.content)
             stages: list[Mapping[str, Any]] = list(got.json()["stages"])
-            if time.monotonic() > give_up or all(_total(stage, "rows") >= rows for stage in stages):
+            if time.monotonic() > give_up or all(_total(stage, "rows") >= self._rows for stage in stages):
                 return stages
             await trio.sleep(0.1)
 
@@ -346,13 +345,18 @@ def _total(stage: Mapping[str, Any], name: str) -> float:
     return float((stage.get("totals") or {}).get(name, 0.0))
 
 
-def stage_table(stages: Sequence[Mapping[str, Any]]) -> str:
-    """How each stage has spent its time, from the entries of ``/api/ring/{model}``."""
+def stage_table(stages: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]]) -> str:
+    """How each stage has spent its time between two looks at the entries of ``/api/ring/{model}``."""
+
+    def since(number: int, name: str) -> float:
+        earlier = _total(before[number - 1], name) if number <= len(before) else 0.0
+        return _total(stages[number - 1], name) - earlier
+
     lines = [f"{'stage':<7} {'layers':<9} {'rows':>6} {'held':>9} {'starved':>9} {'blocked':>9}  sends"]
     for number, stage in enumerate(stages, start=1):
         layers = f"{stage['first']}-{stage['end'] - 1}"
-        spent = [_total(stage, f"{name}_seconds") for name in ("held", "starved", "blocked")]
+        spent = [since(number, f"{name}_seconds") for name in ("held", "starved", "blocked")]
         times = " ".join(f"{seconds:>7.2f} s" for seconds in spent)
         path = str((stage.get("figures") or {}).get("path", ""))
-        lines.append(f"{number:<7} {layers:<9} {_total(stage, 'rows'):>6.0f} {times}  {path}".rstrip())
+        lines.append(f"{number:<7} {layers:<9} {since(number, 'rows'):>6.0f} {times}  {path}".rstrip())
     return "\n".join(lines)

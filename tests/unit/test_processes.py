@@ -1,6 +1,7 @@
 """Children of a command live as long as it does, and not longer, however it ends."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import time
 import psutil
 import pytest
 import trio
-from helpers_unit import DATA, environment
+from helpers_unit import DATA, ROOT, environment, kvasir
 
 from kvasir_peer.commands import processes
 from kvasir_peer.commands.processes import Children
@@ -118,32 +119,27 @@ def test_children_end_when_their_parent_is_killed(tmp_path):
     wait_until(lambda: gone(child))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_swarm_that_is_interrupted_leaves_nothing(tmp_path, number):
+SWARM = ["-m", "kvasir_peer.cli", "swarm", "--model", f"{DATA}/stories260K.gguf", "--stages", "2"]
+ELASTIC = [str(ROOT / "bench" / "elastic.py"), "--volunteers", "1"]
+
+
+@pytest.mark.parametrize(
+    ("command", "number"), [(SWARM, signal.SIGINT), (SWARM, signal.SIGTERM), (ELASTIC, signal.SIGTERM)]
+)
+def test_a_swarm_that_is_interrupted_leaves_nothing(tmp_path, command, number):
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     swarm = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "kvasir_peer.cli",
-            "swarm",
-            "--model",
-            f"{DATA}/stories260K.gguf",
-            "--stages",
-            "2",
-        ],
+        [sys.executable, *command],
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment(TMPDIR=str(temporary), KVASIR_HOME=str(tmp_path / "home")),
         text=True,
     )
     try:
-        for line in swarm.stderr:
-            if line.startswith("bridge"):
-                break
+        wait_until(lambda: len(psutil.Process(swarm.pid).children()) >= 2)  # a relay and a bridge
         children = psutil.Process(swarm.pid).children(recursive=True)
-        assert len(children) >= 2 and list(temporary.iterdir())
+        assert list(temporary.iterdir())
         os.kill(swarm.pid, number)
         output, errors = swarm.communicate(timeout=PATIENCE)
     finally:
@@ -154,3 +150,19 @@ def test_a_swarm_that_is_interrupted_leaves_nothing(tmp_path, number):
     assert all(gone(child.pid) for child in children)
     assert list(temporary.iterdir()) == []
     assert not (tmp_path / "home").exists()
+
+
+def test_a_swarm_shows_what_its_question_took_and_nothing_of_the_request_before(tmp_path):
+    ran = kvasir(
+        *SWARM[2:],
+        "--prompt",
+        "Once upon a time",
+        "--max-tokens",
+        "8",
+        timeout=170,
+        KVASIR_HOME=str(tmp_path),
+    )
+    assert ran.returncode == 0, ran.stderr
+    said = re.search(r"^(\d+) tokens after a prompt of (\d+); first after", ran.stdout, re.MULTILINE)
+    rows = re.findall(r"^[12] +\d-\d +(\d+) ", ran.stdout, re.MULTILINE)
+    assert said is not None and rows == [str(int(said[1]) + int(said[2]) - 1)] * 2, ran.stdout
