@@ -18,7 +18,7 @@ from kvasir_peer.errors import EngineError, WireError
 from kvasir_peer.experts.dispatch_policy import SlotReading
 from kvasir_peer.experts.dispatcher import Dispatcher, RowOrigins
 from kvasir_peer.serving.costs import CostModel, Line, StageTrace
-from kvasir_peer.serving.requests import Accepted, Emitted, Event, Finished, Request
+from kvasir_peer.serving.requests import Emitted, Event, Finished, Refused, Request
 from kvasir_peer.serving.scheduler import Policy, Scheduler, SchedulerStatistics
 from kvasir_peer.wire import ring
 from kvasir_peer.wire.membership import FLAG_DECODE, FLAG_OUTPUT, compose
@@ -72,22 +72,11 @@ class Coordinator:
     def submit(self, message: ring.Submit) -> None:
         """Take a request, or tell why not."""
         now = trio.current_time()
-        request = Request(
-            message.request,
-            list(message.tokens),
-            message.max_tokens,
-            message.sampling,
-            frozenset(message.stop_tokens),
-            message.priority,
-            now + message.seconds_left if message.seconds_left > 0 else None,
-        )
-        answer = self.scheduler.submit(request, now)
-        if isinstance(answer, Accepted):
+        answer = self.scheduler.submit(Request.submitted(message, now), now)
+        if isinstance(answer, Refused):
+            self.tell((), (answer.ended(message.request),))
+        else:
             self._notify()
-            return
-        retry = answer.retry_after
-        reason = "error" if retry is None else "busy"
-        self.tell((), (ring.Ended(message.request, reason, answer.reason, retry or 0.0),))
 
     def cancel(self, request: int) -> None:
         """End a request without a word."""

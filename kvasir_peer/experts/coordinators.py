@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from kvasir_peer.agent.answer import Answer
 from kvasir_peer.errors import (
     BusyError,
     EngineError,
@@ -24,7 +25,7 @@ from kvasir_peer.errors import (
 )
 from kvasir_peer.experts.patience import Patience
 from kvasir_peer.net.link import Priority
-from kvasir_peer.serving.tokens import PAUSE_COMMENT_SECONDS, PAUSE_LIMIT_SECONDS, Token
+from kvasir_peer.serving.tokens import PAUSE_COMMENT_SECONDS, Token
 from kvasir_peer.wire import coordinator as wire
 from kvasir_peer.wire import ring
 from kvasir_peer.wire.sampling import Sampling
@@ -59,25 +60,9 @@ class CoordinatorStatistics:
 
 
 @dataclass
-class _Active:
-    id: int
-    prompt: list[int]
-    max_tokens: int
-    sampling: Sampling
-    stop_tokens: frozenset[int]
-    priority: int
-    deadline: float
+class _Active(Answer):
     on: str = ""  # the coordinator that has it; empty while it waits for one
     not_before: float = 0.0  # a full queue has named this time for the next try
-    tokens: list[int] = field(default_factory=list)
-    ready: list[Token] = field(default_factory=list)
-    news: trio.Event = field(default_factory=trio.Event)
-    error: Exception | None = None
-    done: bool = False
-
-    def wake(self) -> None:
-        self.news.set()
-        self.news = trio.Event()
 
 
 @dataclass
@@ -227,15 +212,7 @@ class Coordinators:
         # The token belongs behind what is known; anything else is of a former submission.
         if output.position != len(active.prompt) + len(active.tokens) - 1:
             return
-        active.tokens.append(output.token)
-        final = ""
-        if output.token in active.stop_tokens:
-            final = "stop"
-        elif len(active.tokens) >= active.max_tokens:
-            final = "length"
-        active.done = bool(final)
-        active.ready.append(Token(output.token, output.logprob, output.top, final))
-        active.wake()
+        active.take(output)
 
     def _ended(self, peer: str, ended: ring.Ended) -> None:
         active = self._active.get(ended.request)
@@ -287,19 +264,8 @@ class Coordinators:
         peer = min(fit, key=lambda p: (load[p] / self._attached[p].welcome.slots, p))
         attached = self._attached[peer]
         active.on = peer
-        now = trio.current_time()
-        left = 0.0 if math.isinf(active.deadline) else max(0.001, active.deadline - now)
-        message = ring.Submit(
-            active.id,
-            (*active.prompt, *active.tokens),
-            active.max_tokens - len(active.tokens),
-            active.sampling,
-            tuple(active.stop_tokens),
-            active.priority,
-            left,
-        )
         try:
-            await attached.link.send(attached.codec.encode(message), Priority.CONTROL)
+            await attached.link.send(attached.codec.encode(active.submit()), Priority.CONTROL)
         except LinkError as error:
             logger.info("a request waits for the next link: %s", error)
 
@@ -348,7 +314,6 @@ class Coordinators:
             logger.info("a cancel was not heard: %s", error)
 
     async def _tokens_of(self, active: _Active) -> AsyncIterator[Token]:
-        paused_since: float | None = None
         while True:
             while active.ready:
                 token = active.ready.pop(0)
@@ -369,17 +334,11 @@ class Coordinators:
             with trio.move_on_after(wait):
                 await news.wait()
             if active.on:
-                paused_since = None
+                active.paused_since = None
                 continue
-            now = trio.current_time()
-            if self._attached and now >= active.not_before:
+            if self._attached and trio.current_time() >= active.not_before:
                 continue
-            paused_since = paused_since if paused_since is not None else now
-            if now - paused_since > PAUSE_LIMIT_SECONDS:
-                active.error = NotReadyError(
-                    f"the answer could not go on within {PAUSE_LIMIT_SECONDS:.0f} s: {self._why_not()}"
-                )
-                raise active.error
+            active.pause(self._why_not())
             if not active.ready:
                 yield Token(-1, remark=self._why_not())
 

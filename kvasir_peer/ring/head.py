@@ -21,7 +21,7 @@ from kvasir_peer.net.link import Priority
 from kvasir_peer.ring.stage import MAX_KEPT_BACK, StageEpoch
 from kvasir_peer.ring.taints import Rewind
 from kvasir_peer.serving.costs import CostModel, StageTrace
-from kvasir_peer.serving.requests import Accepted, Event, Finished, Kept, Request
+from kvasir_peer.serving.requests import Event, Finished, Kept, Refused, Request
 from kvasir_peer.serving.scheduler import DEFAULT_POLICY, Policy, Scheduler
 from kvasir_peer.wire import ring
 from kvasir_peer.wire.membership import FLAG_DECODE, FLAG_OUTPUT, GENESIS, Membership, chain_digest, compose
@@ -104,22 +104,9 @@ class HeadState:
                 return []
             logger.info("request %d: the bridge knows %d tokens, the head others", message.request, generated)
             self.scheduler.cancel(message.request, now)
-        request = Request(
-            message.request,
-            list(message.tokens),
-            message.max_tokens,
-            message.sampling,
-            frozenset(message.stop_tokens),
-            message.priority,
-            now + message.seconds_left if message.seconds_left > 0 else None,
-        )
         kept = Kept(message.slot, message.computed) if message.computed else None
-        answer = self.scheduler.submit(request, now, kept, begun=message.begun)
-        if isinstance(answer, Accepted):
-            return []
-        retry = answer.retry_after
-        reason = "error" if retry is None else "busy"
-        return [ring.Ended(message.request, reason, answer.reason, retry or 0.0)]
+        answer = self.scheduler.submit(Request.submitted(message, now), now, kept, begun=message.begun)
+        return [answer.ended(message.request)] if isinstance(answer, Refused) else []
 
     def resume(self, messages: Sequence[ring.Submit], now: float) -> list[ring.Ended]:
         """The bridge has named all that is under way, those that have begun first: the rest is over."""

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from kvasir_peer.agent.answer import Answer
 from kvasir_peer.errors import BusyError, EngineError, LinkError, NotReadyError, WireError
 from kvasir_peer.net.link import Priority
-from kvasir_peer.serving.tokens import PAUSE_COMMENT_SECONDS, PAUSE_LIMIT_SECONDS, Token
+from kvasir_peer.serving.tokens import PAUSE_COMMENT_SECONDS, Token
 from kvasir_peer.wire import ring
 from kvasir_peer.wire.sampling import Sampling
 
@@ -96,28 +97,12 @@ class _Over:
 
 
 @dataclass
-class _Active:
-    id: int
-    prompt: list[int]
-    max_tokens: int
-    sampling: Sampling
-    stop_tokens: frozenset[int]
-    priority: int
-    deadline: float
-    tokens: list[int] = field(default_factory=list)
+class _Active(Answer):
     slot: int = 0
     computed: int = 0  # positions that had been computed into the slot when the last token came
     sound: int = 1 << 62  # of which, in this epoch, no more than these are known to be right
     held_by: frozenset[KvPlace] = frozenset()  # who has kept them since
     suspect: _Suspect = field(default_factory=_Suspect)
-    ready: list[Token] = field(default_factory=list)
-    news: trio.Event = field(default_factory=trio.Event)
-    error: Exception | None = None
-    done: bool = False
-
-    def wake(self) -> None:
-        self.news.set()
-        self.news = trio.Event()
 
     def over(self) -> _Over:
         """What is to be known of it when it ends here."""
@@ -128,19 +113,9 @@ class _Active:
         held = tuple(self.computed if stage.place in self.held_by else 0 for stage in plan.stages)
         return held if any(held) else ()
 
-    def submit(self, plan: Plan, now: float) -> ring.Submit:
-        left = 0.0 if math.isinf(self.deadline) else max(0.001, self.deadline - now)
-        return ring.Submit(
-            self.id,
-            (*self.prompt, *self.tokens),
-            self.max_tokens - len(self.tokens),
-            self.sampling,
-            tuple(self.stop_tokens),
-            self.priority,
-            left,
-            self.slot,
-            self.caches(plan),
-        )
+    def submit_to(self, plan: Plan) -> ring.Submit:
+        """For the head of a plan."""
+        return self.submit(slot=self.slot, computed=self.caches(plan))
 
 
 class RingRequests:
@@ -193,7 +168,7 @@ class RingRequests:
             if active.id in self._active:
                 self._resubmitted += 1
                 active.sound = 1 << 62  # the head makes again what is not, and only then tokens come
-                message = active.submit(plan, trio.current_time())
+                message = active.submit_to(plan)
                 await link.send(self._codec.encode(message), Priority.CONTROL)
         await link.send(self._codec.encode(ring.Resumed()), Priority.CONTROL)
         if self._attaching is not link:
@@ -297,16 +272,8 @@ class RingRequests:
                 raise WireError(
                     "position", f"request {output.request}: token {place} came before {len(active.tokens)}"
                 )
-            active.tokens.append(output.token)
             self._note_cache(active, output)
-            final = ""
-            if output.token in active.stop_tokens:
-                final = "stop"
-            elif len(active.tokens) >= active.max_tokens:
-                final = "length"
-            active.done = bool(final)
-            active.ready.append(Token(output.token, output.logprob, output.top, final))
-            active.wake()
+            active.take(output)
 
     def tainted(self, message: ring.Tainted) -> tuple[int, int]:
         """A stage's worker lied: what came of its rows is computed again.
@@ -418,7 +385,6 @@ class RingRequests:
                 self._somebody_went.set()
 
     async def _tokens_of(self, active: _Active) -> AsyncIterator[Token]:
-        paused_since: float | None = None
         while True:
             while active.ready:
                 token = active.ready.pop(0)
@@ -435,21 +401,15 @@ class RingRequests:
             with trio.move_on_after(PAUSE_COMMENT_SECONDS):
                 await news.wait()
             if self._link is not None:
-                paused_since = None
+                active.paused_since = None
                 continue
-            now = trio.current_time()
-            paused_since = paused_since if paused_since is not None else now
-            if now - paused_since > PAUSE_LIMIT_SECONDS:
-                active.error = NotReadyError(
-                    f"the answer could not go on within {PAUSE_LIMIT_SECONDS:.0f} s: {self._why_not}"
-                )
-                raise active.error
+            active.pause(self._why_not)
             if not active.ready:
                 yield Token(-1, remark=self._why_not)
 
     async def _submit(self, active: _Active) -> None:
         assert self._link is not None and self._codec is not None and self._plan is not None
-        message = self._codec.encode(active.submit(self._plan, trio.current_time()))
+        message = self._codec.encode(active.submit_to(self._plan))
         try:
             await self._link.send(message, Priority.CONTROL)
         except LinkError as error:

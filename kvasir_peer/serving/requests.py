@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from kvasir_peer.wire import ring
 from kvasir_peer.wire.sampling import GREEDY, Sampling
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "failed"]
@@ -32,6 +33,19 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()
     priority: int = 0
     deadline: float | None = None
+
+    @classmethod
+    def submitted(cls, message: ring.Submit, now: float) -> Request:
+        """The one of a bridge's message."""
+        return cls(
+            message.request,
+            list(message.tokens),
+            message.max_tokens,
+            message.sampling,
+            frozenset(message.stop_tokens),
+            message.priority,
+            now + message.seconds_left if message.seconds_left > 0 else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +79,11 @@ class Refused:
 
     reason: str
     retry_after: float | None = None
+
+    def ended(self, request: int) -> ring.Ended:
+        """What the bridge is told that has submitted it."""
+        how = "error" if self.retry_after is None else "busy"
+        return ring.Ended(request, how, self.reason, self.retry_after or 0.0)
 
 
 @dataclass(frozen=True, slots=True)

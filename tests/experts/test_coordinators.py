@@ -12,6 +12,7 @@ import pytest
 import trio
 from helpers_experts import LOOPBACK, until
 
+from kvasir_peer.agent import answer
 from kvasir_peer.errors import BusyError, NotReadyError
 from kvasir_peer.experts import coordinators
 from kvasir_peer.experts.coordinators import Coordinators
@@ -184,7 +185,7 @@ async def test_without_a_coordinator_an_answer_waits_for_one_and_then_says_why_i
         async with asking(b, 1, 5) as answers:
             cut(b.peers[0])  # and it comes back: the bridge dials again by itself
         assert answers == [expected(PROMPT, COUNT)]
-        monkeypatch.setattr(coordinators, "PAUSE_LIMIT_SECONDS", 0.3)
+        monkeypatch.setattr(answer, "PAUSE_LIMIT_SECONDS", 0.3)
         async with trio.open_nursery() as clients:
 
             async def gone() -> None:
