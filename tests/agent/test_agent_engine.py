@@ -166,4 +166,4 @@ async def test_an_engine_that_forgets_gives_its_memory_back_to_the_system(
         await engine.load_bank(bank)
         loaded = process.memory_info().rss
         await engine.forget()
-        assert loaded - process.memory_info().rss > 30e6, "the experts' weights take over 50 MB"
+        assert loaded - process.memory_info().rss > 20e6, "the experts' weights take 13 MB, and reading them as much"
