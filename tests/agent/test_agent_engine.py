@@ -166,4 +166,6 @@ async def test_an_engine_that_forgets_gives_its_memory_back_to_the_system(
         await engine.load_bank(bank)
         loaded = process.memory_info().rss
         await engine.forget()
-        assert loaded - process.memory_info().rss > 20e6, "the experts' weights take 13 MB, and reading them as much"
+        assert loaded - process.memory_info().rss > 20e6, (
+            "the experts' weights take 13 MB, and reading them as much"
+        )
