@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import logging
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from kvasir_peer import settings
+from kvasir_peer import running, settings
 from kvasir_peer.commands.terminal import PrintableFormatter, printable
-from kvasir_peer.progress import Progress
+from kvasir_peer.progress import Progress, Report
+from kvasir_peer.settings import ComputingSettings
 
 if TYPE_CHECKING:
     from trio import CancelScope
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 HomeFlag = Annotated[
     Path | None,
     Parameter(name="--home", help="Folder of key, ticket, configuration and weights."),
+]
+TicketArgument = Annotated[
+    str | None, Parameter(name="TICKET", help="Ticket to use this once; the saved one if not given.")
 ]
 JsonProgressFlag = Annotated[bool, Parameter(name="--json-progress", negative="", show=False)]
 
@@ -162,6 +167,33 @@ class Reporter:
             print(self._prefix + printable(progress.line()), file=sys.stderr, flush=True)
         if self._also is not None and self._others.passes(progress):
             self._also(progress)
+
+
+def run_member(
+    settings: ComputingSettings,
+    role: str,
+    serve: Callable[[Any, Report], Awaitable[None]],
+    *,
+    ticket_text: str | None,
+    json_progress: bool,
+    leave: Callable[[], None] | None = None,
+) -> None:
+    """Run a role that joins with a ticket until it is told to stop.
+
+    Args:
+        serve: the role, with settings that have the ticket.
+        leave: see :func:`run_until_stopped`.
+
+    Raises:
+        TicketError: there is no ticket, or it is no good.
+    """
+    if ticket_text is not None:
+        settings = dataclasses.replace(settings, ticket=ticket_text)
+    settings.invitation(now=time.time(), role=role)
+    start_logging(settings.log)
+    with running.run_from(settings.home, role) as notice:
+        report = Reporter(json_lines=json_progress, also=notice.report)
+        run_until_stopped(lambda: serve(settings, report), leave=leave, seconds=settings.leave_time)
 
 
 def run_until_stopped(

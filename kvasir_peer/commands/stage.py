@@ -8,52 +8,46 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from kvasir_peer import running, ticket
 from kvasir_peer import settings as settings_module
-from kvasir_peer.commands.common import (
-    JsonProgressFlag,
-    Reporter,
-    run_until_stopped,
-    start_logging,
-    with_settings,
-)
+from kvasir_peer import ticket
+from kvasir_peer.commands.common import JsonProgressFlag, TicketArgument, run_member, with_settings
 from kvasir_peer.errors import TicketError
+from kvasir_peer.progress import Report
 from kvasir_peer.settings import StageSettings
 
 # The roles that join can start, in the order in which it looks for one that the ticket allows.
 RUNNABLE = ("stage",)
 
 
-def _run(settings: StageSettings, *, json_progress: bool) -> None:
+def _run(settings: StageSettings, ticket_text: str | None, *, json_progress: bool) -> None:
     from kvasir_peer.roles.stage import Leaving
     from kvasir_peer.roles.stage import run_stage as serve_stage
 
-    start_logging(settings.log)
-    with running.run_from(settings.home, "stage") as notice:
-        report = Reporter(json_lines=json_progress, also=notice.report)
-        leaving = Leaving()
+    leaving = Leaving()
 
-        async def serve() -> None:
-            await serve_stage(settings, report=report, leaving=leaving)
+    async def serve(settings: StageSettings, report: Report) -> None:
+        await serve_stage(settings, report, leaving)
 
-        run_until_stopped(serve, leave=leaving.begin, seconds=settings.leave_time)
+    run_member(
+        settings,
+        "stage",
+        serve,
+        ticket_text=ticket_text,
+        json_progress=json_progress,
+        leave=leaving.begin,
+    )
 
 
 @with_settings(StageSettings)
 def run_stage(
     settings: StageSettings,
-    ticket_text: Annotated[
-        str | None, Parameter(name="TICKET", help="Ticket to use this once; the saved one if not given.")
-    ] = None,
+    ticket_text: TicketArgument = None,
     /,
     *,
     json_progress: JsonProgressFlag = False,
 ) -> None:
     """Compute a run of layers in a ring: fetch just their weights, and serve until Ctrl-C."""
-    if ticket_text is not None:
-        settings = dataclasses.replace(settings, ticket=ticket_text)
-    settings.invitation(now=time.time())
-    _run(settings, json_progress=json_progress)
+    _run(settings, ticket_text, json_progress=json_progress)
 
 
 @with_settings(StageSettings)
@@ -72,4 +66,4 @@ def join(
         roles = found.ordered_roles()
         raise TicketError(f"the ticket is for {' or '.join(roles)}: run kvasir-peer {roles[0]} TICKET")
     settings_module.save_ticket(settings.home, found)
-    _run(dataclasses.replace(settings, ticket=""), json_progress=json_progress)
+    _run(dataclasses.replace(settings, ticket=""), None, json_progress=json_progress)

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import time
-from typing import Annotated
-
-from cyclopts import Parameter
-
 from kvasir_peer import running
 from kvasir_peer.commands.common import (
     HomeFlag,
     JsonProgressFlag,
-    Reporter,
-    run_until_stopped,
-    start_logging,
+    TicketArgument,
+    run_member,
     with_settings,
 )
 from kvasir_peer.errors import UsageError
@@ -24,9 +17,7 @@ from kvasir_peer.settings import VolunteerSettings, home_directory
 @with_settings(VolunteerSettings)
 def run_volunteer(
     settings: VolunteerSettings,
-    ticket_text: Annotated[
-        str | None, Parameter(name="TICKET", help="Ticket to use this once; the saved one if not given.")
-    ] = None,
+    ticket_text: TicketArgument = None,
     /,
     *,
     json_progress: JsonProgressFlag = False,
@@ -35,19 +26,9 @@ def run_volunteer(
 
     kvasir-peer pause gives the machine back within a second, kvasir-peer resume goes on.
     """
-    from kvasir_peer.roles import volunteer
+    from kvasir_peer.roles.volunteer import run_volunteer as serve
 
-    if ticket_text is not None:
-        settings = dataclasses.replace(settings, ticket=ticket_text)
-    settings.invitation(now=time.time(), role="volunteer")
-    start_logging(settings.log)
-    with running.run_from(settings.home, "volunteer") as notice:
-        report = Reporter(json_lines=json_progress, also=notice.report)
-
-        async def serve() -> None:
-            await volunteer.run_volunteer(settings, report=report)
-
-        run_until_stopped(serve)
+    run_member(settings, "volunteer", serve, ticket_text=ticket_text, json_progress=json_progress)
 
 
 def pause(*, home: HomeFlag = None) -> None:

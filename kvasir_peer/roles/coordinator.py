@@ -20,7 +20,7 @@ _STEPS: dict[str, Step] = {
 }
 
 
-async def run_coordinator(settings: CoordinatorSettings, *, report: Report) -> None:
+async def run_coordinator(settings: CoordinatorSettings, report: Report) -> None:
     """Coordinate until cancelled.
 
     Raises:

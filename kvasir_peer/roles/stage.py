@@ -61,7 +61,7 @@ class Leaving:
             scope.cancel()
 
 
-async def run_stage(settings: StageSettings, *, report: Report, leaving: Leaving | None = None) -> None:
+async def run_stage(settings: StageSettings, report: Report, leaving: Leaving | None = None) -> None:
     """Serve as a stage until cancelled, or until its place is handed over.
 
     Args:

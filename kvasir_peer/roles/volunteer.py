@@ -32,7 +32,7 @@ _STEPS: dict[str, Step] = {
 }
 
 
-async def run_volunteer(settings: VolunteerSettings, *, report: Report) -> None:
+async def run_volunteer(settings: VolunteerSettings, report: Report) -> None:
     """Volunteer until cancelled.
 
     Raises:
