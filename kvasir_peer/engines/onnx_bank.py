@@ -285,6 +285,7 @@ class _Panels(_Experts):
         source: TensorSource,
         layer: LayerShape,
         held: list[tuple[int, int]],
+        precision: Precision,
         library: Path,
         runtime: Runtime,
         buffers: _Buffers,
@@ -295,6 +296,7 @@ class _Panels(_Experts):
         self._infos = [source.tensors[layer.name(suffix)] for suffix in EXPERT_WEIGHTS]
         self._width, self._columns = self._infos[0].shape[1:]
         self._activation = layer.activation
+        self._precision = precision
         self._library = library
         self._weights = [self._lay(source, layer, suffix, held, runtime.threads) for suffix in EXPERT_WEIGHTS]
         g = Graph()
@@ -322,7 +324,15 @@ class _Panels(_Experts):
         biases = ["" if bias is None else g.resident(bias) for _, bias in self._weights]
         inputs = [x, *(g.resident(laid) for laid, _ in self._weights), places, mix, *biases]
         y, done = forward_node(
-            g, self._library, inputs, self._infos, self._columns, self._width, self.count, self._activation
+            g,
+            self._library,
+            inputs,
+            self._infos,
+            self._columns,
+            self._width,
+            self.count,
+            self._activation,
+            self._precision,
         )
         return y, done
 
@@ -570,7 +580,9 @@ class OnnxBank(ExpertBank):
             layer = shape.layers[index]
             types = {suffix: source.tensors[layer.name(suffix)].type for suffix in EXPERT_WEIGHTS}
             if kernels.panels is not None and paneled(types, precision, kernels):
-                self._layers[index] = _Panels(source, layer, held, kernels.panels, runtime, buffers)
+                self._layers[index] = _Panels(
+                    source, layer, held, precision, kernels.panels, runtime, buffers
+                )
             elif fusible(layer, types, precision, kernels):
                 self._layers[index] = _Fused(source, layer, held, precision, runtime, buffers)
             else:

@@ -13,8 +13,8 @@ is a product of its own; in ``fast`` the sums and the offsets become further col
 At accuracy level 4 activations are rounded to int8 per group, which costs about one per cent of the result, as in
 llama.cpp. At level 0 they stay float32; 8-bit codes have no quick kernel there, so they are dequantised then.
 
-Where the C kernels are at hand (:mod:`kvasir_peer.engines.kernels`), they do all that in ``fast`` instead: from panels,
-which take as much memory as the file.
+Where the C kernels are at hand (:mod:`kvasir_peer.engines.kernels`), they do all that instead, in either precision,
+from panels, which take as much memory as the file.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Kernels:
         codes4: ``MatMulNBits`` with 4-bit codes works.
         codes8: ``MatMulNBits`` with 8-bit codes works.
         experts: ``QMoE`` with given router weights works.
-        panels: library of C kernels, which are used for ``fast`` then; None where there is none.
+        panels: library of C kernels, which are used for all block-quantised types then; None where there is none.
     """
 
     codes4: bool = True
@@ -81,7 +81,7 @@ class Kernels:
 def container(type_id: int, precision: Precision, kernels: Kernels) -> Container:
     """Say how weights of a type are kept."""
     bits = quants.quant_type(type_id).bits
-    if bits and kernels.panels is not None and precision == "fast":
+    if bits and kernels.panels is not None:
         return "panels"
     if bits == 4 and kernels.codes4:
         return "codes4"
@@ -238,6 +238,7 @@ def forward_node(
     width: int,
     experts: int,
     activation: str,
+    precision: Precision,
     *,
     counted: bool = True,
 ) -> list[str]:
@@ -252,6 +253,7 @@ def forward_node(
         width: of the hidden layer.
         experts: how many there are.
         activation: of the layer.
+        precision: ``exact`` keeps activations in float32.
         counted: whether there is a second result.
 
     Returns:
@@ -273,6 +275,7 @@ def forward_node(
         width=width,
         experts=experts,
         activation=_ACTIVATIONS[activation],
+        exact=int(precision == "exact"),
     )
 
 
@@ -377,7 +380,16 @@ class Linears:
         inputs += ["" if bias is None else g.resident(bias) for bias in biases]
         gate = matrices[0]
         whole = forward_node(
-            g, library, inputs, matrices, gate.columns, gate.rows, 1, activation, counted=False
+            g,
+            library,
+            inputs,
+            matrices,
+            gate.columns,
+            gate.rows,
+            1,
+            activation,
+            self._precision,
+            counted=False,
         )
         return whole[0]
 
@@ -404,7 +416,10 @@ class Linears:
             inputs = [x, g.resident(self._panels(matrices))]
             if bias is not None:
                 inputs.append(g.resident(bias))
-            return g.own(self._kernels.panels, "Linear", *inputs, type=type_id, rows=rows, columns=columns)
+            exact = int(self._precision == "exact")
+            return g.own(
+                self._kernels.panels, "Linear", *inputs, type=type_id, rows=rows, columns=columns, exact=exact
+            )
         raw = matrices[0].raw if len(matrices) == 1 else np.concatenate([m.raw.reshape(-1) for m in matrices])
         if kind == "float":
             weights = quants.dequantize(raw, type_id, (rows, columns), threads=self._threads)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from kvasir_peer.engines import panels, quants
 from kvasir_peer.engines.architectures import AttentionShape, RopeShape
+from kvasir_peer.engines.base import Precision
 from kvasir_peer.engines.kernels.library import Missing, find_library
 from kvasir_peer.engines.onnx_attention import attention_graph
 from kvasir_peer.engines.onnx_graph import Graph, Runtime
@@ -32,6 +33,7 @@ F32 = NDArray[np.float32]
 # activations to int8 costs about 1 %.
 _INT8_TOLERANCE = 0.03
 _FLOAT_TOLERANCE = 1e-4
+_EXACT_TOLERANCE = 3e-6
 _INSTEAD_OF_PANELS = "onnxruntime's own operators are used, which need more time and memory"
 
 
@@ -178,31 +180,20 @@ def _try_panels(attempt: _Attempt, runtime: Runtime) -> Path | Missing | None:
     library = find_library()
     if isinstance(library, Missing):
         return library
+    tries: list[tuple[str, float, Callable[[], tuple[F32, F32]]]] = []
+    products: tuple[tuple[Precision, float], ...] = (("fast", _INT8_TOLERANCE), ("exact", _EXACT_TOLERANCE))
+    for precision, tolerance in products:
+        linears = functools.partial(_try_linears, runtime, library.path, precision)
+        forward = functools.partial(_try_forward, runtime, library.path, precision)
+        tries.append((f"{len(panels.TYPES)} types, {precision}", tolerance, linears))
+        tries.append((f"experts, {precision}", tolerance, forward))
+    tries.append(
+        ("attention", _FLOAT_TOLERANCE, functools.partial(_try_row_attention, runtime, library.path))
+    )
+    tries.append(("embedding", _FLOAT_TOLERANCE, functools.partial(_try_embedding, runtime, library.path)))
     works = [
-        attempt(
-            f"kernels of our own ({library.instructions}), {len(panels.TYPES)} types",
-            _INSTEAD_OF_PANELS,
-            _INT8_TOLERANCE,
-            lambda: _try_linears(runtime, library.path),
-        ),
-        attempt(
-            f"kernels of our own ({library.instructions}), experts",
-            _INSTEAD_OF_PANELS,
-            _INT8_TOLERANCE,
-            lambda: _try_forward(runtime, library.path),
-        ),
-        attempt(
-            f"kernels of our own ({library.instructions}), attention",
-            _INSTEAD_OF_PANELS,
-            _FLOAT_TOLERANCE,
-            lambda: _try_row_attention(runtime, library.path),
-        ),
-        attempt(
-            f"kernels of our own ({library.instructions}), embedding",
-            _INSTEAD_OF_PANELS,
-            _FLOAT_TOLERANCE,
-            lambda: _try_embedding(runtime, library.path),
-        ),
+        attempt(f"kernels of our own ({library.instructions}), {what}", _INSTEAD_OF_PANELS, tolerance, work)
+        for what, tolerance, work in tries
     ]
     return library.path if all(works) else None
 
@@ -241,11 +232,11 @@ _HALVES: dict[str, tuple[int, ...]] = {
 }
 
 
-def _try_linears(runtime: Runtime, library: Path) -> tuple[F32, F32]:
+def _try_linears(runtime: Runtime, library: Path, precision: Precision) -> tuple[F32, F32]:
     """Try each type; the results side by side, each type's of the same size."""
     got, expected = [], []
     for type_id in panels.TYPES:
-        ours, numpys = _try_linear(runtime, library, type_id)
+        ours, numpys = _try_linear(runtime, library, precision, type_id)
         size = np.sqrt(np.mean(numpys**2))
         got.append(ours / size)
         expected.append(numpys / size)
@@ -256,7 +247,7 @@ def _try_linears(runtime: Runtime, library: Path) -> tuple[F32, F32]:
     return got[worst], expected[worst]
 
 
-def _try_linear(runtime: Runtime, library: Path, type_id: int) -> tuple[F32, F32]:
+def _try_linear(runtime: Runtime, library: Path, precision: Precision, type_id: int) -> tuple[F32, F32]:
     rng = np.random.default_rng(type_id)
     # Two panels, one of them not full, and rows for all widths of the kernel.
     n, rows, columns = 15, 20, 512
@@ -265,7 +256,9 @@ def _try_linear(runtime: Runtime, library: Path, type_id: int) -> tuple[F32, F32
     g = Graph()
     packed = g.resident(panels.pack(blocks, type_id, rows, columns))
     inputs = [g.input("x", ["n", columns]), packed, g.resident(bias)]
-    g.output(g.own(library, "Linear", *inputs, type=type_id, rows=rows, columns=columns), "y", ["n", rows])
+    exact = int(precision == "exact")
+    y = g.own(library, "Linear", *inputs, type=type_id, rows=rows, columns=columns, exact=exact)
+    g.output(y, "y", ["n", rows])
     return g.session(runtime).run({"x": x})[0], x @ weights.T + bias
 
 
@@ -309,7 +302,7 @@ def _try_embedding(runtime: Runtime, library: Path) -> tuple[F32, F32]:
     return g.session(runtime).run({"tokens": np.ascontiguousarray(tokens)})[0], 2.0 * weights[tokens[:, 0]]
 
 
-def _try_forward(runtime: Runtime, library: Path) -> tuple[F32, F32]:
+def _try_forward(runtime: Runtime, library: Path, precision: Precision) -> tuple[F32, F32]:
     rng = np.random.default_rng(1)
     n, experts, columns, width = 4, 6, 64, 96
     kind = quants.BY_NAME["Q8_0"].id
@@ -326,7 +319,7 @@ def _try_forward(runtime: Runtime, library: Path) -> tuple[F32, F32]:
     mix = rng.random((n, 2)).astype(np.float32)
     inputs += [g.input("places", ["n", "k"], np.int32), g.input("mix", ["n", "k"])]
     infos = [Matrix("", np.empty(0, np.uint8), kind, rows, wide) for rows, wide in shapes]
-    y = forward_node(g, library, inputs, infos, columns, width, experts, "silu")[0]
+    y = forward_node(g, library, inputs, infos, columns, width, experts, "silu", precision)[0]
     g.output(y, "y", ["n", columns])
     got = g.session(runtime).run({"x": x, "places": places, "mix": mix})[0]
     gate, up = (np.einsum("nk,efk->nef", x, w) for w in weights[:2])

@@ -37,6 +37,7 @@ INLINE float half_to_float(uint16_t h) {
 #define LANES 16
 /* Most rows of activations that share a pass over a panel: accumulators of all of them stay in 32 registers. */
 #define MOST_ROWS 8
+#define MOST_EXACT 8
 /* The dot instruction takes unsigned weights: signed ones have 128 added, which sums of activations undo. */
 #define SIGNED_BIAS 128
 typedef __m512i V;
@@ -47,6 +48,7 @@ INLINE V v_bytes(int byte) { return _mm512_set1_epi8((char)byte); }
 INLINE V v_word(int32_t word) { return _mm512_set1_epi32(word); }
 INLINE V v_and(V a, V b) { return _mm512_and_si512(a, b); }
 INLINE V v_or(V a, V b) { return _mm512_or_si512(a, b); }
+INLINE V v_sub(V a, V b) { return _mm512_sub_epi8(a, b); }
 INLINE V v_right(V a, int by) { return _mm512_srli_epi16(a, by); }
 INLINE V v_left(V a, int by) { return _mm512_slli_epi16(a, by); }
 INLINE V v_table(const uint8_t *table) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table)); }
@@ -56,6 +58,12 @@ INLINE V v_dot_signed(V sum, V weights, V x) { return _mm512_dpbusd_epi32(sum, w
 INLINE F f_zero(void) { return _mm512_setzero_ps(); }
 INLINE F f_all(float value) { return _mm512_set1_ps(value); }
 INLINE F f_from(V a) { return _mm512_cvtepi32_ps(a); }
+/* Signed byte i of each lane, times 2 ** 24. */
+INLINE F f_byte(V a, int i) {
+    const int32_t from = (i << 24) | 0x808080;
+    const __m128i four = _mm_setr_epi32(from, from + (4 << 24), from + (8 << 24), from + (12 << 24));
+    return _mm512_cvtepi32_ps(_mm512_shuffle_epi8(a, _mm512_broadcast_i32x4(four)));
+}
 INLINE F f_mul(F a, F b) { return _mm512_mul_ps(a, b); }
 INLINE F f_fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE F f_half(const uint8_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
@@ -83,6 +91,7 @@ INLINE void f_store(float *p, F a) { _mm512_storeu_ps(p, a); }
 #define NV 2
 #define LANES 8
 #define MOST_ROWS 3
+#define MOST_EXACT 4
 typedef __m256i V;
 typedef __m256 F;
 
@@ -91,6 +100,7 @@ INLINE V v_bytes(int byte) { return _mm256_set1_epi8((char)byte); }
 INLINE V v_word(int32_t word) { return _mm256_set1_epi32(word); }
 INLINE V v_and(V a, V b) { return _mm256_and_si256(a, b); }
 INLINE V v_or(V a, V b) { return _mm256_or_si256(a, b); }
+INLINE V v_sub(V a, V b) { return _mm256_sub_epi8(a, b); }
 INLINE V v_xor_sign(V a) { return _mm256_xor_si256(a, v_bytes(0x80)); }
 INLINE V v_right(V a, int by) { return _mm256_srli_epi16(a, by); }
 INLINE V v_left(V a, int by) { return _mm256_slli_epi16(a, by); }
@@ -118,6 +128,12 @@ INLINE V v_dot_signed(V sum, V weights, V x) {
 INLINE F f_zero(void) { return _mm256_setzero_ps(); }
 INLINE F f_all(float value) { return _mm256_set1_ps(value); }
 INLINE F f_from(V a) { return _mm256_cvtepi32_ps(a); }
+/* Signed byte i of each lane, times 2 ** 24. */
+INLINE F f_byte(V a, int i) {
+    const int32_t from = (i << 24) | 0x808080;
+    const __m128i four = _mm_setr_epi32(from, from + (4 << 24), from + (8 << 24), from + (12 << 24));
+    return _mm256_cvtepi32_ps(_mm256_shuffle_epi8(a, _mm256_broadcastsi128_si256(four)));
+}
 INLINE F f_mul(F a, F b) { return _mm256_mul_ps(a, b); }
 INLINE F f_fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE V v_wide_u8(const uint8_t *p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
@@ -139,6 +155,7 @@ INLINE void f_store(float *p, F a) { _mm256_storeu_ps(p, a); }
 #define NV 4
 #define LANES 4
 #define MOST_ROWS 3
+#define MOST_EXACT 8
 #define SIGNED_BIAS 0
 typedef uint8x16_t V;
 typedef float32x4_t F;
@@ -148,6 +165,7 @@ INLINE V v_bytes(int byte) { return vdupq_n_u8((uint8_t)byte); }
 INLINE V v_word(int32_t word) { return vreinterpretq_u8_s32(vdupq_n_s32(word)); }
 INLINE V v_and(V a, V b) { return vandq_u8(a, b); }
 INLINE V v_or(V a, V b) { return vorrq_u8(a, b); }
+INLINE V v_sub(V a, V b) { return vsubq_u8(a, b); }
 INLINE V v_xor_sign(V a) { return veorq_u8(a, v_bytes(0x80)); }
 INLINE V v_right(V a, int by) { return vreinterpretq_u8_u16(vshlq_u16(vreinterpretq_u16_u8(a), vdupq_n_s16((int16_t)-by))); }
 INLINE V v_left(V a, int by) { return vreinterpretq_u8_u16(vshlq_u16(vreinterpretq_u16_u8(a), vdupq_n_s16((int16_t)by))); }
@@ -173,6 +191,12 @@ INLINE V v_dot_signed(V sum, V weights, V x) { return v_dot(sum, weights, x); }
 INLINE F f_zero(void) { return vdupq_n_f32(0.0f); }
 INLINE F f_all(float value) { return vdupq_n_f32(value); }
 INLINE F f_from(V a) { return vcvtq_f32_s32(vreinterpretq_s32_u8(a)); }
+/* Signed byte i of each lane, times 2 ** 24. */
+INLINE F f_byte(V a, int i) {
+    uint32x4_t top = vreinterpretq_u32_u8(a);
+    top = i == 3 ? vandq_u32(top, vdupq_n_u32(0xff000000)) : vshlq_n_u32(vshlq_u32(top, vdupq_n_s32(-8 * i)), 24);
+    return vcvtq_f32_s32(vreinterpretq_s32_u32(top));
+}
 INLINE F f_mul(F a, F b) { return vmulq_f32(a, b); }
 INLINE F f_fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
 INLINE uint32x4_t v_wide_u8(const uint8_t *p) {
@@ -205,6 +229,7 @@ INLINE void f_store(float *p, F a) { vst1q_f32(p, a); }
 #define NV 1
 #define LANES 16
 #define MOST_ROWS 2
+#define MOST_EXACT 2
 #define SIGNED_BIAS 0
 typedef struct { uint8_t b[64]; } V;
 typedef struct { float f[16]; } F;
@@ -216,6 +241,7 @@ INLINE V v_bytes(int byte) { V a; EACH_BYTE a.b[i] = (uint8_t)byte; return a; }
 INLINE V v_word(int32_t word) { V a; EACH_LANE memcpy(a.b + 4 * i, &word, 4); return a; }
 INLINE V v_and(V a, V b) { EACH_BYTE a.b[i] &= b.b[i]; return a; }
 INLINE V v_or(V a, V b) { EACH_BYTE a.b[i] |= b.b[i]; return a; }
+INLINE V v_sub(V a, V b) { EACH_BYTE a.b[i] = (uint8_t)(a.b[i] - b.b[i]); return a; }
 INLINE V v_xor_sign(V a) { EACH_BYTE a.b[i] ^= 0x80; return a; }
 INLINE V v_right(V a, int by) { EACH_BYTE a.b[i] = (uint8_t)(a.b[i] >> by); return a; }
 INLINE V v_left(V a, int by) { EACH_BYTE a.b[i] = (uint8_t)(a.b[i] << by); return a; }
@@ -235,6 +261,13 @@ INLINE V v_dot_signed(V sum, V weights, V x) { return v_dot(sum, weights, x); }
 INLINE F f_all(float value) { F a; EACH_LANE a.f[i] = value; return a; }
 INLINE F f_zero(void) { return f_all(0.0f); }
 INLINE F f_from(V a) { F r; EACH_LANE { int32_t n; memcpy(&n, a.b + 4 * i, 4); r.f[i] = (float)n; } return r; }
+/* Signed byte i of each lane, times 2 ** 24. */
+INLINE F f_byte(V a, int i) {
+    F r;
+    for (int lane = 0; lane < 16; lane++)
+        r.f[lane] = 0x1p24f * (float)(int8_t)a.b[4 * lane + i];
+    return r;
+}
 INLINE F f_mul(F a, F b) { EACH_LANE a.f[i] *= b.f[i]; return a; }
 INLINE F f_fma(F a, F b, F c) { EACH_LANE c.f[i] = __builtin_fmaf(a.f[i], b.f[i], c.f[i]); return c; }
 INLINE F f_half(const uint8_t *p) { F r; EACH_LANE { uint16_t h; memcpy(&h, p + 2 * i, 2); r.f[i] = half_to_float(h); } return r; }

@@ -15,7 +15,7 @@ struct activations rounded_at(void *memory, size_t n, size_t columns) {
     float *scales = memory;
     int32_t *sums = (int32_t *)(scales + n * (columns / COLUMNS));
     int8_t *codes = (int8_t *)(sums + n * (columns / 16));
-    return (struct activations){codes, scales, sums, columns};
+    return (struct activations){.codes = codes, .scales = scales, .sums = sums, .columns = columns};
 }
 
 void round_row(const float *x, const struct activations *to, size_t row) {
@@ -192,6 +192,10 @@ const struct kind *find_kind(int type) {
 
 void multiply(const struct kind *kind, const uint8_t *panel, const struct activations *x, const int32_t *rows,
               size_t n, float *out) {
+    if (x->floats) {
+        multiply_exactly(kind, panel, x, rows, n, out);
+        return;
+    }
     const Product *products = (const Product *)((const char *)kind + offsetof(__typeof__(ALL[0]), products));
     while (n) {
         int version = VERSION_COUNT - 1;

@@ -1,18 +1,20 @@
 /* Operators for onnxruntime, in the domain "kvasir": Linear, Embedding, FeedForward and Attention.
  *
  * Linear (x float [n, columns], panels uint8, bias float [rows] or none) -> float [n, rows]
- *     attributes type, rows, columns
+ *     attributes type, rows, columns, exact
  * Embedding (tokens int32 [n, 1], panels uint8) -> float [n, columns]: rows of the matrix
  *     attributes type, rows, columns; scale
  * FeedForward (x float [n, columns], gate, up, down uint8, places int32 [n, k] or none, mix float [n, k] or none,
  *              gate_bias, up_bias float [experts, width] or none, down_bias float [experts, columns] or none)
  *     -> float [n, columns], int32 [1, 2] or none: experts that were computed, and rows of all of them
- *     attributes gate_type, up_type, down_type, columns, width, experts, activation
+ *     attributes gate_type, up_type, down_type, columns, width, experts, activation, exact
  * Attention (q float [n, ...], k, v float [n, ...] or none where they stand behind q in its rows, slots int32 [n, 1],
  *            positions int32 [n, 1], keys float, values float or none, cos, sin float [context, rotated / 2],
  *            sinks float [heads] or none) -> float [n, heads * value]
  *     attributes heads, kv_heads, key, value, slots, context, rotated, from, adjacent, latent, window; scale, cap
  *     writes to keys and values, in place (see attention.h)
+ *
+ * With `exact` activations stay float32 in Linear and FeedForward; else they are rounded to int8, 32 at a time.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -110,13 +112,14 @@ static int no_memory(const struct operator_v20 *self, size_t index) {
 struct linear_operator {
     Api api;
     struct matrix w;
+    bool exact;
 };
 
 static Status *linear_create(const struct operator_v20 *self, Api api, const Info *info, void **made) {
     (void)self;
-    static const char *const NAMES[] = {"type", "rows", "columns"};
-    int64_t v[3];
-    Status *status = attributes(api, info, NAMES, v, 3);
+    static const char *const NAMES[] = {"type", "rows", "columns", "exact"};
+    int64_t v[4];
+    Status *status = attributes(api, info, NAMES, v, 4);
     if (status)
         return status;
     const struct kind *kind = find_kind((int)v[0]);
@@ -125,7 +128,7 @@ static Status *linear_create(const struct operator_v20 *self, Api api, const Inf
     struct linear_operator *op = malloc(sizeof *op);
     if (!op)
         return CREATE_STATUS(api)(FAILED, "Linear: out of memory");
-    *op = (struct linear_operator){api, {kind, NULL, (size_t)v[1], (size_t)v[2]}};
+    *op = (struct linear_operator){api, {kind, NULL, (size_t)v[1], (size_t)v[2]}, v[3] != 0};
     *made = op;
     return NULL;
 }
@@ -149,7 +152,7 @@ static Status *linear_compute(void *self, Context *context) {
     struct threads threads = {run_parts, &call};
     struct matrix w = op->w;
     w.panels = panels;
-    if (!linear(&threads, &w, bias, x, (size_t)dims[0], y))
+    if (!linear(&threads, &w, bias, x, (size_t)dims[0], op->exact, y))
         return CREATE_STATUS(api)(FAILED, "Linear: out of memory");
     return NULL;
 }
@@ -243,9 +246,10 @@ struct forward_operator {
 
 static Status *forward_create(const struct operator_v20 *self, Api api, const Info *info, void **made) {
     (void)self;
-    static const char *const NAMES[] = {"gate_type", "up_type", "down_type", "columns", "width", "experts", "activation"};
-    int64_t v[7];
-    Status *status = attributes(api, info, NAMES, v, 7);
+    static const char *const NAMES[] = {"gate_type", "up_type", "down_type", "columns",
+                                        "width", "experts", "activation", "exact"};
+    int64_t v[8];
+    Status *status = attributes(api, info, NAMES, v, 8);
     if (status)
         return status;
     const struct kind *gate = find_kind((int)v[0]), *up = find_kind((int)v[1]), *down = find_kind((int)v[2]);
@@ -261,7 +265,8 @@ static Status *forward_create(const struct operator_v20 *self, Api api, const In
                                                 .up = {up, NULL, width, columns},
                                                 .down = {down, NULL, columns, width},
                                                 .count = (size_t)v[5],
-                                                .activation = (enum activation)v[6]}};
+                                                .activation = (enum activation)v[6],
+                                                .exact = v[7] != 0}};
     *made = op;
     return NULL;
 }

@@ -79,18 +79,23 @@ INLINE size_t panel_bytes(int bits, enum scales s, size_t columns) {
 
 const struct kind *find_kind(int type);
 
-/* Activations of some rows, rounded to int8 block by block. */
+/* Activations of some rows: rounded to int8 block by block, or where `floats` is set as they are. */
 struct activations {
     const int8_t *codes;  /* [rows, columns] */
     const float *scales;  /* [rows, columns / 32] */
     const int32_t *sums;  /* [rows, columns / 16], of codes */
     size_t columns;
+    const float *floats;     /* [rows, columns] */
+    const float *float_sums; /* [rows, columns / 16], as multiply_exact.c wants them */
 };
 
-/* Bytes that round_rows fills for n rows, and where its three parts are. */
+/* Bytes that are filled for n rows by round_row or sum_row, and where the parts are. */
 size_t rounded_bytes(size_t n, size_t columns);
 struct activations rounded_at(void *memory, size_t n, size_t columns);
 void round_row(const float *x, const struct activations *to, size_t row);
+size_t summed_bytes(size_t n, size_t columns);
+struct activations summed_at(void *memory, const float *x, size_t columns);
+void sum_row(const float *x, const struct activations *to, size_t row);
 
 /* out[columns] = row `row` of a panel, as ggml would dequantise it. */
 void unpack_row(const struct kind *kind, const uint8_t *panel, int row, size_t columns, float *out);
@@ -98,5 +103,7 @@ void unpack_row(const struct kind *kind, const uint8_t *panel, int row, size_t c
 /* out[i * 16 + r] = row `rows[i]` of the activations times row r of the panel, for i < n. */
 void multiply(const struct kind *kind, const uint8_t *panel, const struct activations *x, const int32_t *rows,
               size_t n, float *out);
+void multiply_exactly(const struct kind *kind, const uint8_t *panel, const struct activations *x,
+                      const int32_t *rows, size_t n, float *out);
 
 #endif

@@ -25,6 +25,15 @@ static size_t shares_of(size_t units, size_t bytes_of_unit, size_t rows) {
 
 /* ------------------------------------------------------------------------------------------------ rounding */
 
+/* Where activations stay floats, "rounding" only adds them up. */
+static size_t bytes_for(bool exact, size_t n, size_t columns) {
+    return exact ? summed_bytes(n, columns) : rounded_bytes(n, columns);
+}
+
+static struct activations placed_at(bool exact, void *memory, const float *x, size_t n, size_t columns) {
+    return exact ? summed_at(memory, x, columns) : rounded_at(memory, n, columns);
+}
+
 struct rounding {
     const float *x;
     struct activations to;
@@ -34,7 +43,7 @@ struct rounding {
 static void round_share(void *data, size_t share) {
     const struct rounding *r = data;
     for (size_t i = r->rows * share / r->shares; i < r->rows * (share + 1) / r->shares; i++)
-        round_row(r->x + i * r->to.columns, &r->to, i);
+        (r->to.floats ? sum_row : round_row)(r->x + i * r->to.columns, &r->to, i);
 }
 
 static bool round_rows(const struct threads *threads, const float *x, size_t n, struct activations to) {
@@ -76,13 +85,14 @@ static void product_share(void *data, size_t share) {
 }
 
 bool linear(const struct threads *threads, const struct matrix *w, const float *bias, const float *x, size_t n,
-            float *y) {
+            bool exact, float *y) {
     if (n == 0)
         return true;
-    void *memory = malloc(rounded_bytes(n, w->columns));
+    void *memory = malloc(bytes_for(exact, n, w->columns));
     if (!memory)
         return false;
-    struct product p = {w, bias, rounded_at(memory, n, w->columns), n, bytes_of_panel(w), panel_count(w), 1, y};
+    const struct activations placed = placed_at(exact, memory, x, n, w->columns);
+    struct product p = {w, bias, placed, n, bytes_of_panel(w), panel_count(w), 1, y};
     p.shares = shares_of(p.panels, p.panel_bytes, n);
     bool done = round_rows(threads, x, n, p.x) && in_shares(threads, product_share, p.shares, &p);
     free(memory);
@@ -262,8 +272,8 @@ bool feed_forward(const struct threads *threads, const struct experts *e, const 
         aligned(e->count * sizeof(size_t)),       aligned((e->count + 1) * sizeof(size_t)),
         aligned((e->count + 1) * sizeof(size_t)), aligned(most * sizeof(struct pair)),
         aligned(most * sizeof(int32_t)),          aligned(most * sizeof(int32_t)),
-        aligned(rounded_bytes(n, e->gate.columns)), aligned(most * width * sizeof(float)),
-        aligned(rounded_bytes(most, width)),
+        aligned(bytes_for(e->exact, n, e->gate.columns)), aligned(most * width * sizeof(float)),
+        aligned(bytes_for(e->exact, most, width)),
     };
     enum { PARTS = sizeof sizes / sizeof *sizes };
     size_t bytes = 0;
@@ -280,8 +290,8 @@ bool feed_forward(const struct threads *threads, const struct experts *e, const 
     size_t *used = (size_t *)parts[1], *first = (size_t *)parts[2];
     struct pair *pairs = (struct pair *)parts[3];
     int32_t *rows = (int32_t *)parts[4], *which = (int32_t *)parts[5];
-    struct forward f = {.e = e, .x = rounded_at(parts[6], n, e->gate.columns), .pairs = pairs, .which = which,
-                        .rows = rows, .first = first, .used = used, .width = width, .n = n, .y = y,
+    struct forward f = {.e = e, .x = placed_at(e->exact, parts[6], x, n, e->gate.columns), .pairs = pairs,
+                        .which = which, .rows = rows, .first = first, .used = used, .width = width, .n = n, .y = y,
                         .gate_bytes = bytes_of_panel(&e->gate), .up_bytes = bytes_of_panel(&e->up),
                         .down_bytes = bytes_of_panel(&e->down), .panels = panel_count(&e->gate),
                         .out_panels = panel_count(&e->down), .h = (float *)parts[7]};
@@ -290,7 +300,7 @@ bool feed_forward(const struct threads *threads, const struct experts *e, const 
         rows[i] = pairs[i].row;
         which[i] = (int32_t)i;
     }
-    f.hidden = rounded_at(parts[8], f.pairs_count, width);
+    f.hidden = placed_at(e->exact, parts[8], f.h, f.pairs_count, width);
     bool well = true;
     if (f.pairs_count == 0) {
         memset(y, 0, n * e->down.rows * sizeof(float));

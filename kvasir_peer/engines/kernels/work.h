@@ -28,9 +28,10 @@ struct matrix {
     size_t rows, columns;
 };
 
-/* y[n, rows] = x[n, columns] times the matrix, plus a bias [rows] if there is one. False without memory. */
+/* y[n, rows] = x[n, columns] times the matrix, plus a bias [rows] if there is one. With `exact` x is not
+ * rounded to int8. False without memory. */
 bool linear(const struct threads *threads, const struct matrix *w, const float *bias, const float *x, size_t n,
-            float *y);
+            bool exact, float *y);
 
 /* y[n, columns] = rows `tokens` [n] of the matrix, times a scale. False without memory. */
 bool look_up(const struct threads *threads, const struct matrix *w, float scale, const int32_t *tokens, size_t n,
@@ -45,6 +46,7 @@ struct experts {
     const float *gate_bias, *up_bias, *down_bias;
     size_t count;
     enum activation activation;
+    bool exact; /* nothing is rounded to int8 */
 };
 
 /* y[n, down.rows] = the weighted sum over each row's experts. `places` [n, k]: which expert, or one that is out of
