@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from kvasir_peer.engines import panels, quants
+from kvasir_peer.engines.base import Precision
 from kvasir_peer.engines.onnx_graph import Graph, Runtime, Session
 from kvasir_peer.engines.onnx_linear import Matrix, forward_node
 from kvasir_peer.models.split_experts import FLOAT16_SCALES
@@ -34,13 +35,16 @@ def linear(
     columns: int,
     bias: np.ndarray | None = None,
     threads: int = 1,
+    precision: Precision = "fast",
 ) -> Session:
     """A product: x [n, columns] to y [n, rows]."""
     g = Graph()
     inputs = [g.input("x", ["n", columns]), g.resident(panels.pack(raw, kind.id, rows, columns))]
     if bias is not None:
         inputs.append(g.resident(bias))
-    g.output(g.own(library, "Linear", *inputs, type=kind.id, rows=rows, columns=columns), "y", ["n", rows])
+    exact = int(precision == "exact")
+    y = g.own(library, "Linear", *inputs, type=kind.id, rows=rows, columns=columns, exact=exact)
+    g.output(y, "y", ["n", rows])
     return g.session(Runtime(threads))
 
 
@@ -80,7 +84,9 @@ class Experts:
         sizes = [(count, rows) for _, rows, _ in self.shapes]
         self.biases = [rng.standard_normal(s).astype(np.float32) if biased else None for s in sizes]
 
-    def session(self, library: Path, threads: int = 1, routed: bool = True) -> Session:
+    def session(
+        self, library: Path, threads: int = 1, routed: bool = True, precision: Precision = "fast"
+    ) -> Session:
         """x [n, columns], places [n, k], mix [n, k] to y [n, columns] and done [1, 2]."""
         g = Graph()
         inputs = [g.input("x", ["n", self.columns])]
@@ -93,22 +99,25 @@ class Experts:
         inputs += ["" if bias is None else g.resident(bias) for bias in self.biases]
         infos = [Matrix("", np.empty(0, np.uint8), kind.id, 0, 0) for kind in self.kinds]
         y, done = forward_node(
-            g, library, inputs, infos, self.columns, self.width, self.count, self.activation
+            g, library, inputs, infos, self.columns, self.width, self.count, self.activation, precision
         )
         g.output(y, "y", ["n", self.columns])
         g.output(done, "done", [1, 2], np.int32)
         return g.session(Runtime(threads))
 
-    def reference(self, x: np.ndarray, places: np.ndarray, mix: np.ndarray) -> np.ndarray:
-        """The same by its definition, with activations rounded as kernels round them."""
+    def reference(
+        self, x: np.ndarray, places: np.ndarray, mix: np.ndarray, precision: Precision = "fast"
+    ) -> np.ndarray:
+        """The same by its definition, with activations rounded as kernels round them in that precision."""
+        seen = rounded if precision == "fast" else lambda values: values.astype(np.float64)
         y = np.zeros((len(x), self.columns))
         for row, column in np.argwhere((places >= 0) & (places < self.count)):
             e = places[row, column]
             gate, up = (
-                rounded(x[row : row + 1]) @ w[e].astype(np.float64).T + (0.0 if bias is None else bias[e])
+                seen(x[row : row + 1]) @ w[e].astype(np.float64).T + (0.0 if bias is None else bias[e])
                 for w, bias in zip(self.weights[:2], self.biases[:2], strict=True)
             )
-            hidden = rounded(activate(self.activation, gate, up).astype(np.float32))
+            hidden = seen(activate(self.activation, gate, up).astype(np.float32))
             out = hidden @ self.weights[2][e].astype(np.float64).T
             bias = self.biases[2]
             y[row] += mix[row, column] * (out[0] + (0.0 if bias is None else bias[e]))

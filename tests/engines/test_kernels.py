@@ -280,7 +280,7 @@ def bytes_of(rows: int, columns: int, kind: QuantType = Q8) -> np.ndarray:
 
 
 ONE = np.zeros((2, 64), np.float32)
-LINEAR = {"type": 8, "rows": 20, "columns": 64}
+LINEAR = {"type": 8, "rows": 20, "columns": 64, "exact": 0}
 WRONG_LINEARS = {
     "an unknown type": (ONE, {"panels": bytes_of(20, 64)}, {"type": 99}),
     "a float type": (ONE, {"panels": bytes_of(20, 64)}, {"type": 0}),
@@ -337,6 +337,7 @@ EXPERTS = {
     "width": 32,
     "experts": 2,
     "activation": 0,
+    "exact": 0,
 }
 UP, DOWN = np.tile(bytes_of(32, 64), 2), np.tile(bytes_of(64, 32), 2)
 CHOICES, MIX = np.zeros((2, 1), np.int32), np.ones((2, 1), np.float32)

@@ -22,7 +22,7 @@ def test_every_engine_is_measured(capsys: pytest.CaptureFixture[str], kernels: L
     assert run(["bench", "--device", "cpu", "--threads", "1"]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"^memory +[\d.]+ GB/s read by 1 threads$", printed, re.MULTILINE)
-    assert len(re.findall(r"^onnx kernel +.*: works, error ", printed, re.MULTILINE)) == 14
+    assert len(re.findall(r"^onnx kernel +.*: works, error ", printed, re.MULTILINE)) == 16
     assert f"kernels of our own ({kernels.instructions})" in printed
     for engine in ("onnx", "torch"):
         rows = re.findall(rf"^{engine}, cpu +an expert with +(\d+) rows: [\d.]+ ms", printed, re.MULTILINE)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvasir_peer.engines import onnx_probe
+from kvasir_peer.engines.base import Precision
 from kvasir_peer.engines.kernels.library import Library, Missing
 from kvasir_peer.engines.onnx_graph import Graph, Runtime
 from kvasir_peer.engines.onnx_linear import Kernels
@@ -32,7 +33,7 @@ def test_all_kernels_work_with_this_onnxruntime(everything: Kernels) -> None:
         assert any(name in line and "works" in line for line in report.lines())
     # Rounding to int8 shows where it should, and only there.
     for trial in report.trials:
-        rounds = any(name in trial.name for name in ("level 4", "QMoE", "13 types", "experts"))
+        rounds = any(name in trial.name for name in ("level 4", "QMoE", ", fast"))
         assert (trial.deviation > 1e-3) == rounds, trial
 
 
@@ -52,20 +53,26 @@ def test_a_kernel_with_wrong_results_is_not_trusted(
     assert "does not work" in line and "dequantised" in line
 
 
-@pytest.mark.parametrize("wrong_type", [2, 14, 39])
+@pytest.mark.parametrize(
+    ("wrong_case", "factor"),
+    [(("fast", 2), 1.1), (("fast", 39), 1.1), (("exact", 14), 1.00001)],
+    ids=["fast, Q4_0", "fast, MXFP4", "exact, Q6_K"],
+)
 def test_one_wrong_type_of_our_own_kernels_is_enough_to_do_without_them(
-    monkeypatch: pytest.MonkeyPatch, everything: Kernels, wrong_type: int
+    monkeypatch: pytest.MonkeyPatch, everything: Kernels, wrong_case: tuple[str, int], factor: float
 ) -> None:
     right = onnx_probe._try_linear
 
-    def wrong(runtime: Runtime, library: Path, type_id: int) -> tuple[np.ndarray, np.ndarray]:
-        got, expected = right(runtime, library, type_id)
-        return (got * np.float32(1.1) if type_id == wrong_type else got), expected
+    def wrong(
+        runtime: Runtime, library: Path, precision: Precision, type_id: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        got, expected = right(runtime, library, precision, type_id)
+        return (got * np.float32(factor) if (precision, type_id) == wrong_case else got), expected
 
     monkeypatch.setattr(onnx_probe, "_try_linear", wrong)
     report = onnx_probe.probe()
     assert report.kernels == replace(everything, panels=None)
-    line = next(line for line in report.lines() if "13 types" in line)
+    line = next(line for line in report.lines() if f"13 types, {wrong_case[0]}" in line)
     assert "does not work" in line and "onnxruntime's own operators" in line
 
 

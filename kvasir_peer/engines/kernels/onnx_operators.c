@@ -115,20 +115,30 @@ struct linear_operator {
     bool exact;
 };
 
-static Status *linear_create(const struct operator_v20 *self, Api api, const Info *info, void **made) {
-    (void)self;
-    static const char *const NAMES[] = {"type", "rows", "columns", "exact"};
-    int64_t v[4];
-    Status *status = attributes(api, info, NAMES, v, 4);
+static Status *find_matrix(Api api, const Info *info, struct matrix *w) {
+    static const char *const NAMES[] = {"type", "rows", "columns"};
+    int64_t v[3];
+    Status *status = attributes(api, info, NAMES, v, 3);
     if (status)
         return status;
     const struct kind *kind = find_kind((int)v[0]);
     if (!fits(kind, v[1], v[2]))
         return refuse(api, "Linear: no such type, or a width that is no whole number of its blocks");
+    *w = (struct matrix){kind, NULL, (size_t)v[1], (size_t)v[2]};
+    return NULL;
+}
+
+static Status *linear_create(const struct operator_v20 *self, Api api, const Info *info, void **made) {
+    (void)self;
+    struct matrix w;
+    int64_t exact;
+    Status *status = find_matrix(api, info, &w);
+    if (status || (status = ATTRIBUTE(api)(info, "exact", &exact)))
+        return status;
     struct linear_operator *op = malloc(sizeof *op);
     if (!op)
         return CREATE_STATUS(api)(FAILED, "Linear: out of memory");
-    *op = (struct linear_operator){api, {kind, NULL, (size_t)v[1], (size_t)v[2]}, v[3] != 0};
+    *op = (struct linear_operator){api, w, exact != 0};
     *made = op;
     return NULL;
 }
@@ -177,28 +187,30 @@ static enum presence linear_presence(const struct operator_v20 *self, size_t ind
 /* ------------------------------------------------------------------------------------------------ Embedding */
 
 struct embedding_operator {
-    struct linear_operator linear;
+    Api api;
+    struct matrix w;
     float scale;
 };
 
 static Status *embedding_create(const struct operator_v20 *self, Api api, const Info *info, void **made) {
-    void *linear;
+    (void)self;
+    struct matrix w;
     float scale;
     Status *status = FLOAT_ATTRIBUTE(api)(info, "scale", &scale);
-    if (status || (status = linear_create(self, api, info, &linear)))
+    if (status || (status = find_matrix(api, info, &w)))
         return status;
     struct embedding_operator *op = malloc(sizeof *op);
-    if (op)
-        *op = (struct embedding_operator){*(struct linear_operator *)linear, scale};
-    free(linear);
+    if (!op)
+        return CREATE_STATUS(api)(FAILED, "Embedding: out of memory");
+    *op = (struct embedding_operator){api, w, scale};
     *made = op;
-    return op ? NULL : CREATE_STATUS(api)(FAILED, "Embedding: out of memory");
+    return NULL;
 }
 
 static Status *embedding_compute(void *self, Context *context) {
     const struct embedding_operator *op = self;
-    Api api = op->linear.api;
-    struct matrix w = op->linear.w;
+    Api api = op->api;
+    struct matrix w = op->w;
     int64_t dims[2];
     void *tokens, *panels;
     float *y;
