@@ -26,6 +26,7 @@ from kvasir_peer.experts.verification import Mode
 from kvasir_peer.experts.volunteering import Join, Joined
 from kvasir_peer.models.slices import StageSlice, chunks_of
 from kvasir_peer.net.link import Priority
+from kvasir_peer.progress import Progress, Report, silent
 from kvasir_peer.serving.widths import Widths
 from kvasir_peer.wire import coordinator as wire
 from kvasir_peer.wire import ring
@@ -43,18 +44,6 @@ logger = logging.getLogger(__name__)
 JOIN_WAIT = 10.0  # seconds that the bridge holds the heartbeat
 HELLO_SECONDS = 10.0
 NEWS_QUEUED = 4096  # messages for the bridge that wait for its link
-
-State = Literal["joining", "fetching", "loading", "serving", "problem"]
-
-
-@dataclass(frozen=True)
-class CoordinatorNews:
-    """What an owner is told as it happens; ``done`` and ``total`` in bytes."""
-
-    state: State
-    text: str
-    done: int = 0
-    total: int = 0
 
 
 @dataclass(frozen=True)
@@ -138,7 +127,7 @@ class CoordinatorPeer:
         config: CoordinatorConfig,
         *,
         verify: Callable[[str, bytes, bytes], bool],
-        report: Callable[[CoordinatorNews], None] = lambda news: None,
+        report: Report = silent,
     ) -> None:
         self._node = node
         self._engine = engine
@@ -177,10 +166,10 @@ class CoordinatorPeer:
         patience = Patience()
         while True:
             try:
-                self._tell(CoordinatorNews("joining", "asks the bridge for its model"))
+                self._tell(Progress("plan", "asks the bridge for its model"))
                 return await self._market.join(Join(self._membership.secret))
             except LinkError as error:
-                self._tell(CoordinatorNews("joining", f"the bridge does not answer; trying again ({error})"))
+                self._tell(Progress("plan", f"the bridge does not answer; trying again ({error})"))
                 await patience.pause()
 
     async def _fetch(self, joined: Joined) -> tuple[orders.LoadStage, ModelShape, Widths]:
@@ -194,7 +183,7 @@ class CoordinatorPeer:
         chunks = chunks_of(manifest, part)
 
         def progress(p: TransferProgress) -> None:
-            self._tell(CoordinatorNews("fetching", f"fetching {joined.model}", p.done_bytes, p.total_bytes))
+            self._tell(Progress("fetch", f"fetching {joined.model}", p.done_bytes, p.total_bytes, "bytes"))
 
         await trio.to_thread.run_sync(self._store.ensure_room, chunks)
         await trio.to_thread.run_sync(self._store.pin, "coordinator", [c.hash for c in chunks])
@@ -224,7 +213,7 @@ class CoordinatorPeer:
 
     async def _load(self, order: orders.LoadStage) -> None:
         def progress(done: int, total: int) -> None:
-            self._tell(CoordinatorNews("loading", "loading the model", done, total))
+            self._tell(Progress("load", "loading the model", done, total, "bytes"))
 
         self._crashed = trio.Event()
         self._engine.crashed = self._crashed.set
@@ -232,9 +221,7 @@ class CoordinatorPeer:
         for note in answer.notes:
             logger.warning("%s", note)
         self._tell(
-            CoordinatorNews(
-                "loading", f"loaded in {answer.seconds:.1f} s, {answer.resident_bytes / 1e6:.0f} MB"
-            )
+            Progress("load", f"loaded in {answer.seconds:.1f} s, {answer.resident_bytes / 1e6:.0f} MB")
         )
 
     async def _serve(self, order: orders.LoadStage, shape: ModelShape, widths: Widths) -> None:
@@ -272,15 +259,15 @@ class CoordinatorPeer:
             if dispatcher is not None:
                 await nursery.start(dispatcher.run)
                 nursery.start_soon(self._market.follow_map, self._model, 0, dispatcher.follow)
-            self._tell(CoordinatorNews("serving", f"takes {config.slots} requests at once"))
+            self._tell(Progress("ready", f"takes {config.slots} requests at once"))
             while True:
                 try:
                     await core.run()
                 except EngineError as error:
-                    self._tell(CoordinatorNews("problem", str(error)))
+                    self._tell(Progress("problem", str(error)))
                     await self._reload(order)
                     core.recover()
-                    self._tell(CoordinatorNews("serving", "goes on with all requests"))
+                    self._tell(Progress("ready", "goes on with all requests"))
 
     async def _reload(self, order: orders.LoadStage) -> None:
         patience = Patience()

@@ -34,6 +34,7 @@ from kvasir_peer.experts.volunteering import (
 from kvasir_peer.models.held import held_experts
 from kvasir_peer.models.manifest import Manifest
 from kvasir_peer.models.slices import ExpertSlice, chunks_of
+from kvasir_peer.progress import Progress, Report, Step, silent
 from kvasir_peer.wire import chunks as wire_chunks
 from kvasir_peer.wire import experts
 
@@ -59,15 +60,14 @@ DEFAULT_MAX_ROWS = 64
 
 State = Literal["idle", "fetching", "loading", "serving", "paused", "problem"]
 
-
-@dataclass(frozen=True)
-class VolunteerNews:
-    """What an owner is told as it happens; ``done`` and ``total`` in bytes, 0 where there is nothing to count."""
-
-    state: State
-    text: str
-    done: int = 0
-    total: int = 0
+_STEPS: dict[State, Step] = {
+    "idle": "plan",
+    "fetching": "fetch",
+    "loading": "load",
+    "serving": "ready",
+    "paused": "stop",
+    "problem": "problem",
+}
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Volunteer:
         *,
         sign: Callable[[bytes], bytes],
         verify: Callable[[str, bytes, bytes], bool],
-        report: Callable[[VolunteerNews], None] = lambda news: None,
+        report: Report = silent,
     ) -> None:
         self._node = node
         self._engine = engine
@@ -280,7 +280,7 @@ class Volunteer:
 
     def _set(self, state: State, text: str, done: int = 0, total: int = 0) -> None:
         self._state = state
-        self._tell(VolunteerNews(state, text, done, total))
+        self._tell(Progress(_STEPS[state], text, done, total, "bytes" if total else ""))
 
     # -- one lease ------------------------------------------------------------------------------------------
 

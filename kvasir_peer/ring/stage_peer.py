@@ -6,7 +6,7 @@ import base64
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import trio
@@ -20,6 +20,7 @@ from kvasir_peer.engines import orders as engine_orders
 from kvasir_peer.errors import KvasirError, LinkError, PlanError, RefusedError, UsageError, WireError
 from kvasir_peer.models.manifest import Manifest
 from kvasir_peer.models.slices import StageSlice, chunks_of
+from kvasir_peer.progress import Progress, Step, silent
 from kvasir_peer.ring import link_probe, volunteering
 from kvasir_peer.ring.head import HeadEpoch, HeadState
 from kvasir_peer.ring.offers import layers_text
@@ -65,24 +66,14 @@ MAX_PROBES = 4  # of others, answered at once
 Sign = Callable[[bytes], bytes]
 Verify = Callable[[str, bytes, bytes], bool]
 
-
-@dataclass(frozen=True)
-class StageNews:
-    """What an owner is told as it happens.
-
-    Attributes:
-        state: as in :class:`~kvasir_peer.ring.volunteering.Report`; ``leaving`` while its place is handed over.
-        text: in words.
-        done, total, per_second: bytes of a download or a load, 0 where there is none.
-        stage: of the plan in which this peer has a place, counted from 1; 0 without one.
-    """
-
-    state: StageState | Literal["leaving"]
-    text: str
-    done: int = 0
-    total: int = 0
-    per_second: float = 0.0
-    stage: int = 0
+_STEPS: dict[StageState, Step] = {
+    "idle": "plan",
+    "fetching": "fetch",
+    "loading": "load",
+    "loaded": "load",
+    "serving": "ready",
+    "broken": "problem",
+}
 
 
 @dataclass(frozen=True)
@@ -118,7 +109,7 @@ class StagePeer:
         *,
         sign: Sign,
         verify: Verify,
-        report: Callable[[StageNews], None] = lambda news: None,
+        report: Callable[[Progress], None] = silent,
         experts: StageExperts | None = None,
     ) -> None:
         self._experts = experts
@@ -182,7 +173,7 @@ class StagePeer:
         if self._plan is None or self._nursery is None:
             self._over.set()
             return
-        self._tell(StageNews("leaving", "the bridge looks for somebody to take this place"))
+        self._tell(Progress("stop", "the bridge looks for somebody to take this place"))
         self._urgent()
 
     def statistics(self) -> StageFigures:
@@ -227,12 +218,12 @@ class StagePeer:
                         self._over.set()
                         return
                     logger.warning("%s", error)
-                    self._tell(StageNews("broken", f"the bridge does not answer; trying again ({error})"))
+                    self._tell(Progress("problem", f"the bridge does not answer; trying again ({error})"))
                     await trio.sleep(RETRY_DELAYS[min(failures, len(RETRY_DELAYS) - 1)])
                     failures += 1
                     continue
                 if failures:
-                    self._tell(StageNews(self._state, "the bridge answers again"))
+                    self._tell(Progress(_STEPS[self._state], "the bridge answers again"))
                     failures = 0
                 await self._follow(orders)
                 if busy:
@@ -332,7 +323,7 @@ class StagePeer:
         if plan_now is not None and orders.go and orders.epoch == plan_now.epoch:
             self._start_epoch(plan_now)
         if orders.assigned == "wait" and self._plan is None and self._state == "idle":
-            self._tell(StageNews("idle", orders.why or "waiting for a place in the ring"))
+            self._tell(Progress("plan", orders.why or "waiting for a place in the ring"))
 
     async def _measure_links(self, others: tuple[volunteering.Source, ...]) -> None:
         for other in others:
@@ -398,7 +389,8 @@ class StagePeer:
         moved = transfer or Transfer(0, 0)
         index = self._plan.index_of(self._node.peer_id) if self._plan is not None else None
         stage = 0 if index is None else index + 1
-        self._tell(StageNews(state, text, moved.done, moved.total, moved.per_second, stage))
+        unit = "bytes" if moved.total else ""
+        self._tell(Progress(_STEPS[state], text, moved.done, moved.total, unit, stage))
 
     # -- getting a slice ready ------------------------------------------------------------------------------
 

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from kvasir_peer import identity
-from kvasir_peer.experts.coordinator_peer import CoordinatorConfig, CoordinatorNews, CoordinatorPeer
+from kvasir_peer.experts.coordinator_peer import CoordinatorConfig, CoordinatorPeer
 from kvasir_peer.experts.dispatch_policy import DispatchSettings
-from kvasir_peer.progress import Progress, Report, Step
+from kvasir_peer.progress import Report
 from kvasir_peer.roles.member import open_member
 from kvasir_peer.settings import CoordinatorSettings
 
 FREE_MEMORY_SHARE = 0.75  # of what is free, where the owner sets no limit: the machine stays usable
-
-_STEPS: dict[str, Step] = {
-    "joining": "plan",
-    "fetching": "fetch",
-    "loading": "load",
-    "serving": "ready",
-    "problem": "problem",
-}
 
 
 async def run_coordinator(settings: CoordinatorSettings, report: Report) -> None:
@@ -29,11 +21,6 @@ async def run_coordinator(settings: CoordinatorSettings, report: Report) -> None
         RefusedError: the bridge does not let this peer in.
         ResourceError: the model does not fit.
     """
-
-    def tell(news: CoordinatorNews) -> None:
-        unit = "bytes" if news.total else ""
-        report(Progress(_STEPS[news.state], news.text, news.done, news.total, unit))
-
     async with open_member(settings, "coordinator", report, memory_share=FREE_MEMORY_SHARE) as member:
         config = CoordinatorConfig(
             member.membership,
@@ -48,6 +35,6 @@ async def run_coordinator(settings: CoordinatorSettings, report: Report) -> None
             expert_floor_ms=settings.expert_floor_ms,
         )
         peer = CoordinatorPeer(
-            member.node, member.engine, member.store, config, verify=identity.verify, report=tell
+            member.node, member.engine, member.store, config, verify=identity.verify, report=report
         )
         await peer.run()

@@ -9,27 +9,12 @@ import trio
 from kvasir_peer import identity
 from kvasir_peer.experts.dispatch_policy import DispatchSettings
 from kvasir_peer.experts.stage_experts import StageExperts
-from kvasir_peer.progress import Progress, Report, Step
-from kvasir_peer.ring.stage_peer import StageNews, StagePeer
+from kvasir_peer.progress import Report
+from kvasir_peer.ring.stage_peer import StagePeer
 from kvasir_peer.roles.member import open_member
 from kvasir_peer.settings import StageSettings
 
 FREE_MEMORY_SHARE = 0.75  # of what is free, where the owner sets no limit: the machine stays usable
-
-_STEPS: dict[str, Step] = {
-    "fetching": "fetch",
-    "loading": "load",
-    "loaded": "load",
-    "serving": "ready",
-    "broken": "problem",
-    "leaving": "stop",
-}
-
-
-def progress_of(news: StageNews) -> Progress:
-    """What a stage's owner is told, as all roles say it."""
-    step, unit = _STEPS.get(news.state, "plan"), "bytes" if news.total else ""
-    return Progress(step, news.text, news.done, news.total, unit, news.stage)
 
 
 class Leaving:
@@ -100,7 +85,7 @@ async def _run(settings: StageSettings, report: Report, leaving: Leaving) -> Non
             member.membership,
             sign=member.me.sign,
             verify=identity.verify,
-            report=lambda news: report(progress_of(news)),
+            report=report,
             experts=experts,
         )
         nursery.start_soon(experts.run)

@@ -7,8 +7,8 @@ from pathlib import Path
 import trio
 
 from kvasir_peer import identity, running
-from kvasir_peer.experts.volunteer import Volunteer, VolunteerConfig, VolunteerNews, VolunteerStatistics
-from kvasir_peer.progress import Progress, Report, Step
+from kvasir_peer.experts.volunteer import Volunteer, VolunteerConfig, VolunteerStatistics
+from kvasir_peer.progress import Report
 from kvasir_peer.ring.offers import how_it_holds
 from kvasir_peer.roles.member import open_member
 from kvasir_peer.running import PAUSE_FILE
@@ -22,15 +22,6 @@ PAUSE_SECONDS = 0.25  # between two looks at whether the owner has paused this p
 # Bytes of memory for each byte of a file: containers wider than the file's, and what loading leaves behind.
 EXPANSION = {"onnx": 2.2, "torch": 2.0, "torch on cpu": 7.6}
 
-_STEPS: dict[str, Step] = {
-    "idle": "plan",
-    "fetching": "fetch",
-    "loading": "load",
-    "serving": "ready",
-    "paused": "stop",
-    "problem": "problem",
-}
-
 
 async def run_volunteer(settings: VolunteerSettings, report: Report) -> None:
     """Volunteer until cancelled.
@@ -40,11 +31,6 @@ async def run_volunteer(settings: VolunteerSettings, report: Report) -> None:
         LinkError: no relay could be reached.
         RefusedError: the bridge does not let this peer in.
     """
-
-    def tell(news: VolunteerNews) -> None:
-        unit = "bytes" if news.total else ""
-        report(Progress(_STEPS[news.state], news.text, news.done, news.total, unit))
-
     async with (
         open_member(settings, "volunteer", report, memory_share=FREE_MEMORY_SHARE) as member,
         trio.open_nursery() as nursery,
@@ -61,7 +47,7 @@ async def run_volunteer(settings: VolunteerSettings, report: Report) -> None:
             config,
             sign=member.me.sign,
             verify=identity.verify,
-            report=tell,
+            report=report,
         )
         member.node.handle(chunks.PROTOCOL, chunks.MAX_WANT_FRAME, volunteer.give_chunks)
         nursery.start_soon(_watch_pause, settings.home, volunteer)

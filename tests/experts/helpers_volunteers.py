@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import trio
@@ -23,7 +23,7 @@ from kvasir_peer.experts.dispatch_policy import SlotReading
 from kvasir_peer.experts.ledger import Ledger
 from kvasir_peer.experts.market_service import MarketService, MarketSettings
 from kvasir_peer.experts.recruitment import RecruitmentSettings
-from kvasir_peer.experts.volunteer import Volunteer, VolunteerConfig, VolunteerNews
+from kvasir_peer.experts.volunteer import Volunteer, VolunteerConfig
 from kvasir_peer.identity import Identity
 from kvasir_peer.models.gguf import GgufFile
 from kvasir_peer.models.manifest import Manifest, build_manifest
@@ -112,7 +112,6 @@ class Running:
     volunteer: Volunteer
     node: Node
     store: ChunkStore
-    news: list[VolunteerNews] = field(default_factory=list)
 
     async def serves(self, seconds: float = 60.0) -> tuple[tuple[int, int, int], ...]:
         """Once it serves: its ranges."""
@@ -142,11 +141,8 @@ async def volunteer(
         )
         config = VolunteerConfig(membership, local_web=local_web)
         with ChunkStore(home / "store", 1 << 30) as store:
-            news: list[VolunteerNews] = []
-            one = Volunteer(
-                node, engine, store, config, sign=me.sign, verify=identity.verify, report=news.append
-            )
+            one = Volunteer(node, engine, store, config, sign=me.sign, verify=identity.verify)
             node.handle(chunks.PROTOCOL, chunks.MAX_WANT_FRAME, one.give_chunks)
             nursery.start_soon(one.run)
-            yield Running(one, node, store, news)
+            yield Running(one, node, store)
             nursery.cancel_scope.cancel()

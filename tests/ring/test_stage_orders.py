@@ -19,7 +19,6 @@ from kvasir_peer.net.memory import memory_link_pair
 from kvasir_peer.ring.stage import StageEpoch
 from kvasir_peer.ring.stage_peer import StagePeer
 from kvasir_peer.ring.volunteering import Orders
-from kvasir_peer.roles.stage import progress_of
 from kvasir_peer.serving.widths import Widths
 from kvasir_peer.wire import ring
 
@@ -59,7 +58,7 @@ def stage(home: Path, node: object) -> tuple[StagePeer, list[str]]:
         Membership(BRIDGE.peer_id, (), "", home, 1, 1, "onnx", "cpu", "exact", 1),
         sign=identity.Identity.generate().sign,
         verify=identity.verify,
-        report=lambda news: told.append(progress_of(news).line()),
+        report=lambda progress: told.append(progress.line()),
     )
     return peer, told
 
