@@ -21,7 +21,6 @@ from kvasir_peer.serving.costs import CostModel, Line, StageTrace
 from kvasir_peer.serving.requests import Emitted, Event, Finished, Refused, Request
 from kvasir_peer.serving.scheduler import Policy, Scheduler, SchedulerStatistics
 from kvasir_peer.wire import ring
-from kvasir_peer.wire.membership import FLAG_DECODE, FLAG_OUTPUT, compose
 
 if TYPE_CHECKING:
     from kvasir_peer.agent.engine import Engine, PendingPass
@@ -166,20 +165,6 @@ class Coordinator:
         return sum(not one.pending.begun for one in self._passes)
 
     async def _launch(self, batch: Batch) -> _UnderWay:
-        rows = [
-            (
-                row.request,
-                row.slot,
-                row.incarnation,
-                row.position,
-                row.token,
-                (FLAG_DECODE if row.phase == "decode" else 0) | (FLAG_OUTPUT if row.wants_output else 0),
-                1,
-            )
-            for row in batch.rows
-        ]
-        samplings = [r.sampling for r in batch.rows if r.wants_output and r.sampling is not None]
-        membership = compose(rows, samplings).encode()
         layers = self.dispatcher.layers() if self.dispatcher is not None else ()
         origins = None
         if layers:
@@ -187,7 +172,9 @@ class Coordinator:
             wanted = tuple((row.request, row.position) for row in batch.rows if row.wants_output)
             origins = RowOrigins(places, wanted)
         buffer = await self.engine.take_buffer()
-        one = _UnderWay(batch, buffer, await self.engine.submit(buffer, membership, 0, layers, origins))
+        one = _UnderWay(
+            batch, buffer, await self.engine.submit(buffer, batch.membership().encode(), 0, layers, origins)
+        )
         self._passes.add(one)
         return one
 

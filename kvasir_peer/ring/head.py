@@ -24,7 +24,7 @@ from kvasir_peer.serving.costs import CostModel, StageTrace
 from kvasir_peer.serving.requests import Event, Finished, Kept, Refused, Request
 from kvasir_peer.serving.scheduler import DEFAULT_POLICY, Policy, Scheduler
 from kvasir_peer.wire import ring
-from kvasir_peer.wire.membership import FLAG_DECODE, FLAG_OUTPUT, GENESIS, Membership, chain_digest, compose
+from kvasir_peer.wire.membership import GENESIS, chain_digest
 
 if TYPE_CHECKING:
     from kvasir_peer.net.link import Link
@@ -304,7 +304,7 @@ class HeadEpoch(StageEpoch):
                 await self.state.wake.wait()
 
     async def _launch(self, batch: Batch) -> None:
-        membership = membership_of(batch)
+        membership = batch.membership()
         data = membership.encode()
         sequence = self._sequence
         digest = chain_digest(self.plan.id.encode(), self.plan.epoch, sequence, self._previous, data)
@@ -350,22 +350,3 @@ def runs_of(batch: Batch) -> tuple[tuple[int, int, bool], ...]:
         else:
             runs.append((row.request, 1, row.phase == "decode"))
     return tuple(runs)
-
-
-def membership_of(batch: Batch) -> Membership:
-    """The wire's form of a scheduler's batch."""
-    rows = [
-        (
-            row.request,
-            row.slot,
-            row.incarnation,
-            row.position,
-            row.token,
-            (FLAG_DECODE if row.phase == "decode" else 0) | (FLAG_OUTPUT if row.wants_output else 0),
-            row.through,
-        )
-        for row in batch.rows
-    ]
-    return compose(
-        rows, [row.sampling for row in batch.rows if row.wants_output and row.sampling is not None]
-    )

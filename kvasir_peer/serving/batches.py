@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from kvasir_peer.wire.membership import FLAG_DECODE, FLAG_OUTPUT, Membership, compose
 from kvasir_peer.wire.sampling import Sampling
 
 Phase = Literal["decode", "prefill"]
@@ -60,3 +61,21 @@ class Batch:
     def rows_at(self, stage: int) -> int:
         """Rows that the stage with this index (0 is the head) computes."""
         return sum(row.through > stage for row in self.rows)
+
+    def membership(self) -> Membership:
+        """What stages are told of it."""
+        rows = [
+            (
+                row.request,
+                row.slot,
+                row.incarnation,
+                row.position,
+                row.token,
+                (FLAG_DECODE if row.phase == "decode" else 0) | (FLAG_OUTPUT if row.wants_output else 0),
+                row.through,
+            )
+            for row in self.rows
+        ]
+        return compose(
+            rows, [row.sampling for row in self.rows if row.wants_output and row.sampling is not None]
+        )
