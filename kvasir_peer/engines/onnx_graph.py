@@ -103,8 +103,9 @@ def _prepare_process() -> None:
     if spinning_threads():
         ort.set_global_thread_pool_sizes(spinning_threads(), 1)
     # The arena for scratch memory: one for each session would keep the largest pass of each for ever. No limit,
-    # extended by what is asked for, onnxruntime's own choice for the rest.
-    configuration = ort.OrtArenaCfg(0, 1, -1, -1)
+    # extended by powers of two, onnxruntime's own choice for the rest. Extended by what is asked for, it would grow
+    # with each pass that is longer than those before, and never reuse what it had for them.
+    configuration = ort.OrtArenaCfg(0, 0, -1, -1)
     memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
     ort.create_and_register_allocator(memory, configuration)
 
@@ -298,6 +299,9 @@ class Session:
             options.add_session_config_entry("session.force_spinning_stop", "1")
             options.add_session_config_entry("session.intra_op.spin_duration_us", _SPIN_MICROSECONDS)
         options.add_session_config_entry("session.use_env_allocators", "1")
+        # A pattern is one block for a whole run, of another size for each number of rows, beside what the first such
+        # run took piece by piece.
+        options.enable_mem_pattern = False
         options.log_severity_level = 3
         self._resident = dict(resident or {})
         if external:
@@ -372,9 +376,8 @@ class Bound:
         self._resident = resident
 
     def output(self, name: str, array: Array) -> None:
-        """Tie an output to another array."""
+        """Tie an output to another array for the next run, which the caller keeps alive that long."""
         self._binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-        self._keep = (self._keep[0], {**self._keep[1], name: array})
 
     def keep(self) -> dict[str, Array]:
         """Copies of what it will read, for :meth:`restore` when others have used the same arrays meanwhile."""
