@@ -22,7 +22,7 @@ from kvasir_peer.engines.base import (
 from kvasir_peer.engines.heap import trim_heap
 from kvasir_peer.engines.onnx_attention import head_width
 from kvasir_peer.engines.onnx_bank import OnnxBank, fusible, paneled
-from kvasir_peer.engines.onnx_graph import HEAP_BYTES, SESSION_BYTES
+from kvasir_peer.engines.onnx_graph import CONTAINER_HEAP_BYTES, HEAP_BYTES, SESSION_BYTES
 from kvasir_peer.engines.onnx_linear import Kernels, container, packed_bytes
 from kvasir_peer.engines.onnx_parts import PER_HEAD_SUFFIXES, heads_of
 from kvasir_peer.engines.onnx_probe import probe, usable_kernels
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 # As HEAP_BYTES and SESSION_BYTES, for a bank without a stack, and for a session of one expert.
 _BANK_HEAP_BYTES = 1_000_000
 _EXPERT_SESSION_BYTES = 200_000
+# What a layer's nodes take in a graph of all layers, as measured.
+_LAYER_BYTES = 100_000
+# Rows that the C kernels round take a byte a value, a scale for 32 values and a sum for 16.
+_ROUNDED_BYTES = 1 + 4 / 32 + 4 / 16
 
 
 class _Counter:
@@ -132,7 +136,14 @@ def _stack_memory(
     experts = set()
     if own is not None:
         experts = {name for index, _, _ in own.ranges for name in shape.expert_tensors(index)}
-    weights = SESSION_BYTES * (len(layers) + 2)
+    # Without experts, and with attention by the C kernels, all layers are one graph; with experts there are the parts,
+    # which take more than the one graph that there may be beside them.
+    whole = kernels.panels is not None and own is None
+    weights = _LAYER_BYTES * len(layers) if kernels.panels is not None else 0
+    # A layer with experts is two parts.
+    parts = len(layers) + sum(layer.moe is not None for layer in layers)
+    weights += SESSION_BYTES * (1 if whole else parts + 2)
+    contained = 0
     for name in shape.stage_tensors(spec.first, spec.end):
         if name in experts:
             continue
@@ -142,7 +153,9 @@ def _stack_memory(
             weights += info.n_bytes
             if not (shape.tied and spec.end == shape.n_layer):
                 continue
-        weights += _container_bytes(info, 1.0, spec.precision, kernels)
+        taken = _container_bytes(info, 1.0, spec.precision, kernels)
+        weights += taken
+        contained += 0 if in_place else taken
     kv = 0
     for layer in layers:
         heads = heads_of(layer, tensors)
@@ -151,8 +164,11 @@ def _stack_memory(
             continue
         caches = 1 if heads.latent else 2
         kv += 4 * caches * spec.n_slots * spec.context_length * heads.n_head_kv * head_width(heads)
-    workspace = HEAP_BYTES + _workspace(shape, spec)
+    workspace = HEAP_BYTES + min(contained // 4, CONTAINER_HEAP_BYTES)
+    workspace += _workspace(shape, tensors, spec, kernels, whole)
     if own is not None:
+        if len(layers) == 1 and spec.end == shape.n_layer:
+            own = replace(own, max_rows=min(spec.n_slots, spec.max_rows))
         bank = _bank_memory(shape, tensors, own, kernels)
         weights += bank.weights
         workspace += bank.workspace
@@ -171,12 +187,20 @@ def _bank_memory(
         for name in shape.expert_tensors(index):
             weights += _container_bytes(tensors[name], count / moe.n_expert, spec.precision, kernels)
         types = {suffix: tensors[layer.name(suffix)].type for suffix in EXPERT_WEIGHTS}
-        fused = fusible(layer, types, spec.precision, kernels)
-        together = fused or paneled(types, spec.precision, kernels)
-        weights += SESSION_BYTES if together else _EXPERT_SESSION_BYTES * count
-        # Results wait for their sum; what is inside an expert lives as long as that one runs.
-        per_row = (moe.n_used + 4) * shape.n_embd + 4 * moe.width + 2 * count
-        workspace = max(workspace, 4 * spec.max_rows * per_row)
+        used = min(moe.n_used, count)
+        # The rows, where they are read and written, and their sums.
+        per_row = 4 * 4.0 * shape.n_embd
+        if paneled(types, spec.precision, kernels):
+            weights += SESSION_BYTES
+            per_row += _forward_bytes(shape.n_embd, moe.width, used)
+        elif fusible(layer, types, spec.precision, kernels):
+            weights += SESSION_BYTES
+            per_row += 4 * (used * shape.n_embd + 4 * moe.width + 2 * count)
+        else:
+            # Each expert's rows are laid together, and its results wait for their sum.
+            weights += _EXPERT_SESSION_BYTES * count
+            per_row += 4 * (2 * used * shape.n_embd + 4 * moe.width)
+        workspace = max(workspace, int(spec.max_rows * per_row))
     return MemoryEstimate(weights, 0, workspace)
 
 
@@ -191,15 +215,50 @@ def _container_bytes(info: TensorInfo, part: float, precision: Precision, kernel
     return int(packed_bytes(info.type, rows // count, columns, precision, kernels) * count * part)
 
 
-def _workspace(shape: ModelShape, spec: StackSpec) -> int:
-    """Return the bytes of the buffers between parts, and of the widest part's own values."""
-    widest = 0
-    for layer in shape.layers[spec.first : spec.end]:
-        a = layer.attention
-        attention = (a.n_head + a.n_head_kv) * (a.key_length + a.value_length)
+def _forward_bytes(columns: int, width: int, used: int) -> float:
+    """Return the bytes that the C kernels take for a row's feed-forward part: it and hidden rows, rounded."""
+    return _ROUNDED_BYTES * columns + used * (4 + _ROUNDED_BYTES) * width
+
+
+def _workspace(
+    shape: ModelShape, tensors: Mapping[str, TensorInfo], spec: StackSpec, kernels: Kernels, whole: bool
+) -> int:
+    """Return the bytes of the buffers between parts, and of the widest layer's own values, without its experts.
+
+    Args:
+        shape: the model.
+        tensors: its tensors.
+        spec: of the stack.
+        kernels: what is at hand.
+        whole: whether all layers are one graph.
+    """
+    layers = shape.layers[spec.first : spec.end]
+    tail = spec.end == shape.n_layer
+    embd = shape.n_embd
+    crossing = within = 0.0
+    for layer in layers:
+        heads = heads_of(layer, tensors)
+        crossing = max(crossing, heads.attended + heads.q + heads.k + heads.v)
+        # Norms of heads, rotations and latent projections each have a copy of their own.
+        apart = 0 if heads.packed else (1 if whole else 2) * (heads.q + heads.k)
         width = layer.n_ff or (layer.moe.shared_width if layer.moe else 0)
-        widest = max(widest, attention + 5 * width + 8 * shape.n_embd)
-    return 4 * spec.max_rows * (widest + 4 * shape.n_embd)
+        gates = (tensors.get(layer.name(f"{stem}.weight")) for stem in ("ffn_gate", "ffn_gate_shexp"))
+        in_place = all(container(g.type, spec.precision, kernels) == "panels" for g in gates if g is not None)
+        forward = _forward_bytes(embd, width, 1) if in_place else 4 * 8 * width
+        within = max(within, 4 * ((5 if whole else 8) * embd + apart) + forward)
+    # The hidden state as it comes and goes; at the head what embeds it.
+    states = (4 if spec.first == 0 else 2) * embd
+    wanted = min(spec.n_slots, spec.max_rows)  # rows whose logits are asked for, at most
+    logits = 4 * wanted * shape.n_vocab if tail else 0
+    each = 4 * (states + crossing) + within
+    if whole:
+        return int(spec.max_rows * each + logits)
+    # After the last attention there are other buffers, at the tail for few rows.
+    routed = 2 * embd if any(layer.moe is not None for layer in layers) else 0
+    last = 4 * (2 * embd + heads_of(layers[-1], tensors).attended + routed)
+    if len(layers) > 1:
+        each += 4 * routed
+    return int(spec.max_rows * each + (wanted if tail else spec.max_rows) * last + logits)
 
 
 def _say_what_is_dequantised(infos: list[TensorInfo], precision: Precision, kernels: Kernels) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import smollm2
 import tiny_models
 from oracle import Reference, ask_llama_cpp
 
+from kvasir_peer.engines import onnx_engine, onnx_probe
 from kvasir_peer.engines.kernels.library import Library, Missing, find_library
 
 
@@ -47,3 +49,16 @@ def kernels() -> Library:
             pytest.fail(f"no kernels of our own: {found.reason}")
         pytest.skip(f"no kernels of our own: {found.reason}")
     return found
+
+
+@pytest.fixture(params=["own", "onnxruntime's"])
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whose kernels the onnx engine multiplies by: a test that takes this runs with both, as machines have them."""
+    if request.param == "own":
+        request.getfixturevalue("kernels")
+    else:
+        report = onnx_probe.probe()
+        without = replace(report, kernels=replace(report.kernels, panels=None))
+        monkeypatch.setattr(onnx_engine, "probe", lambda device: without)
+        monkeypatch.setattr(onnx_engine, "usable_kernels", lambda device: without.kernels)
+    return str(request.param)

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -198,35 +199,59 @@ def anonymous():
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
 
 path, first, end, precision = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+growing = sys.argv[5:] == ["growing"]
 probe()
 source = GgufSource(path)
 before = anonymous()
 spec = StackSpec(first, end, 2, 512, 128, precision=precision, threads=2)
 stack = create_stack("onnx", source, spec)
 hidden = np.zeros((128, stack.shape.n_embd), np.float32) if first else None
-for slot in range(2):
-    for at in range(0, 512, 128):
-        rows = Rows.of([slot] * 128, range(at, at + 128), [5] * 128, [False] * 127 + [True])
-        stack.forward(rows, hidden)
+if growing:
+    passes = [(0, 0, n) for n in range(2, 129, 2)]
+else:
+    passes = [(slot, at, 128) for slot in range(2) for at in range(0, 512, 128)]
+for slot, at, n in passes:
+    rows = Rows.of([slot] * n, range(at, at + n), [5] * n, [False] * (n - 1) + [True])
+    stack.forward(rows, None if hidden is None else hidden[:n])
 gc.collect()
 print(json.dumps([stack.memory().total, anonymous() - before]))
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
-@pytest.mark.parametrize(
-    ("first", "end", "precision"), [(0, 30, "fast"), (0, 10, "exact"), (10, 20, "fast")], ids=str
-)
-def test_the_estimate_is_what_is_taken(smollm2_path: Path, first: int, end: int, precision: str) -> None:
+def _measure(path: Path, first: int, end: int, precision: str, own: str, *more: str) -> tuple[int, int]:
+    """Return what a stack says that it takes, and what it takes, in bytes, in a process of its own.
+
+    ``own`` is "1" with the kernels of our own, and "0" without.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", _MEASURE, str(smollm2_path), str(first), str(end), precision],
+        [sys.executable, "-c", _MEASURE, str(path), str(first), str(end), precision, *more],
         capture_output=True,
         text=True,
         check=True,
         cwd=Path(__file__).resolve().parents[2],
+        env=os.environ | {"KVASIR_ENGINE_KERNELS": own},
     )
     estimate, taken = json.loads(done.stdout)
+    return estimate, taken
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+@pytest.mark.parametrize("own", ["1", "0"])
+@pytest.mark.parametrize(
+    ("first", "end", "precision"), [(0, 30, "fast"), (0, 10, "exact"), (10, 20, "fast")], ids=str
+)
+def test_the_estimate_is_what_is_taken(
+    smollm2_path: Path, first: int, end: int, precision: str, own: str
+) -> None:
+    estimate, taken = _measure(smollm2_path, first, end, precision, own)
     assert taken == pytest.approx(estimate, rel=0.1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_passes_that_grow_take_no_more_than_the_longest(smollm2_path: Path) -> None:
+    """Each longer pass uses again what the shorter ones had."""
+    estimate, taken = _measure(smollm2_path, 10, 20, "fast", "1", "growing")
+    assert taken < 1.1 * estimate
 
 
 def test_the_estimate_needs_the_header_only(smollm2_path: Path) -> None:
