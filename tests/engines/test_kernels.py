@@ -75,6 +75,21 @@ def test_products_are_those_of_rounded_activations(kernels: Library, kind: Quant
         assert (np.abs(got - (x.astype(np.float64) @ weights.T + bias)) <= bound).all()
 
 
+@each_kind
+def test_rows_that_are_looked_up_are_the_files(kernels: Library, kind: QuantType) -> None:
+    rows, columns = 37, 512
+    raw = all_blocks(kind, (rows, columns), np.random.default_rng(kind.id))
+    g = Graph()
+    tokens = g.input("tokens", ["n", 1], np.int32)
+    laid = g.resident(panels.pack(raw, kind.id, rows, columns))
+    shape = {"type": kind.id, "rows": rows, "columns": columns}
+    g.output(g.own(kernels.path, "Embedding", tokens, laid, **shape, scale=0.5), "y", ["n", columns])
+    which = np.array([[36], [0], [17], [17], *[[i] for i in range(37)]], np.int32)
+    got = g.session(Runtime(2)).run({"tokens": which})[0]
+    expected = quants.dequantize(raw, kind.id, (rows, columns))[which[:, 0]]
+    assert same_bits(got, expected * np.float32(0.5))
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     kind=st.sampled_from(KINDS),
@@ -314,6 +329,27 @@ def test_a_product_that_cannot_be_is_refused(kernels: Library, wrong: str) -> No
     x, inputs, changes = WRONG_LINEARS[wrong]
     with pytest.raises(EngineError, match=r"Linear|weights or biases|two dimensions|type"):
         broken(kernels, "Linear", x, inputs, **LINEAR | changes)
+
+
+@pytest.mark.parametrize("token", [-1, 20, 2**31 - 1, -(2**31)])
+def test_tokens_outside_of_the_vocabulary_are_refused(kernels: Library, token: int) -> None:
+    tokens = np.array([[3], [token]], np.int32)
+    with pytest.raises(EngineError, match="Embedding: a token is outside of the vocabulary"):
+        broken(kernels, "Embedding", tokens, {"panels": bytes_of(20, 64)}, **LINEAR, scale=1.0)
+
+
+def test_lookups_that_cannot_be_are_refused(kernels: Library) -> None:
+    tokens = np.zeros((2, 1), np.int32)
+    broken(kernels, "Embedding", tokens, {"panels": bytes_of(20, 64)}, **LINEAR, scale=1.0)
+    for x, inputs, changes in (
+        (tokens, {"panels": bytes_of(20, 64)[:-1]}, {}),
+        (tokens, {"panels": bytes_of(20, 64)}, {"rows": 33}),
+        (tokens, {"panels": bytes_of(20, 64)}, {"type": 12}),
+        (tokens.reshape(1, 2), {"panels": bytes_of(20, 64)}, {}),
+        (tokens.astype(np.int64), {"panels": bytes_of(20, 64)}, {}),
+    ):
+        with pytest.raises(EngineError, match=r"Embedding|Linear|weights or biases|type"):
+            broken(kernels, "Embedding", x, inputs, **LINEAR | changes, scale=1.0)
 
 
 def test_attributes_that_are_missing_are_named(kernels: Library) -> None:

@@ -323,7 +323,8 @@ static size_t plan(struct job *j, struct group *groups, struct run *runs) {
         if (!same || c->positions[row] / BLOCK != c->positions[row - 1] / BLOCK)
             groups[j->group_count++] = (struct group){row, row};
         groups[j->group_count - 1].end = row + 1;
-        if (!same)
+        /* Where positions jump, too: what rows of a run see must fit j->span. */
+        if (!same || c->positions[row] != c->positions[row - 1] + 1)
             runs[j->run_count++] = (struct run){row, row, 0};
         runs[j->run_count - 1].end = row + 1;
         size_t seen = (size_t)c->positions[row] + 1;

@@ -205,7 +205,7 @@ static float power_at(uint8_t e) {
 /* Scale and offset of group 0 or 1 of 16 columns, as the file's blocks have them. */
 static void scale_at(enum scales kind, const uint8_t *super, const uint8_t *scales, int row, int group, float *scale,
                      float *offset) {
-    *offset = 0.0f;
+    *scale = *offset = 0.0f;
     switch (kind) {
     case F16: *scale = half_at(scales + 2 * row); break;
     case F16_OFFSET:
