@@ -1,6 +1,5 @@
 """Jobs for the C kernels outside of onnxruntime (kernels_driver.c), on any processor that can be had."""
 
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -16,39 +15,43 @@ DRIVER = Path(__file__).with_name("kernels_driver.c")
 FOLDER = Path(library.__file__).parent
 FLAGS = tuple(flag for flag in library._FLAGS if flag not in ("-fPIC", "-shared", "-fvisibility=hidden"))
 
+_WARNINGS = ("-Wall", "-Wextra", "-Werror")
 
-def build(compiler: str, path: Path, *flags: str) -> Path:
+
+def build(
+    compiler: str, folder: Path, *flags: str, like: Path | None = None, changed: tuple[str, ...] = ()
+) -> Path:
     """Compile the driver, with no warning.
 
     Args:
         compiler: C compiler.
-        path: of the program.
+        folder: for the program and its parts.
         flags: further ones, which win over the library's own.
+        like: a program that was built already, and is the same but for some parts.
+        changed: those parts.
     """
-    sources = [str(file) for file in sorted(FOLDER.glob("*.c")) if not file.name.startswith("onnx_")]
-    warnings = ("-Wall", "-Wextra", "-Werror")
-    command = [
-        compiler,
-        *FLAGS,
-        *warnings,
-        *flags,
-        f"-I{FOLDER}",
-        str(DRIVER),
-        *sources,
-        "-lm",
-        "-o",
-        str(path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    folder.mkdir()
+    sources = [file for file in sorted(FOLDER.glob("*.c")) if not file.name.startswith("onnx_")]
+    objects = []
+    for source in (*sources, DRIVER):
+        if like is not None and source.name not in changed:
+            objects.append(like.parent / f"{source.stem}.o")
+            continue
+        objects.append(folder / f"{source.stem}.o")
+        _compile(compiler, *FLAGS, *_WARNINGS, *flags, f"-I{FOLDER}", "-c", source, "-o", objects[-1])
+    program = folder / "driver"
+    _compile(compiler, *flags, *objects, "-lm", "-o", program)
+    return program
+
+
+def _compile(*command: str | Path) -> None:
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return path
 
 
-def run(command: list[str], jobs: bytes, **environment: str) -> tuple[str, np.ndarray]:
+def run(command: list[str | Path], jobs: bytes) -> tuple[str, np.ndarray]:
     """Return the instructions that a program uses, and all that it gives, as float32."""
-    done = subprocess.run(
-        command, input=jobs, capture_output=True, check=False, timeout=100, env={**os.environ, **environment}
-    )
+    done = subprocess.run([*map(str, command)], input=jobs, capture_output=True, check=False, timeout=100)
     assert done.returncode == 0, (done.returncode, done.stderr.decode())
     lines = done.stderr.decode().splitlines()
     assert len(lines) == 1, lines
@@ -67,35 +70,35 @@ def _numbers(*values: int) -> bytes:
 def _linears() -> Iterator[bytes]:
     for kind in KINDS:
         rng = np.random.default_rng(kind.id)
+        columns = 512 if kind.block == 256 else 5 * 32
         # 8, 4, 3, 2 and 1 rows at a time, or as many as registers hold; and weights for several shares.
         for rows, n, biased, blocks in (
             (21, 15, 1, random_blocks),
             (200, 14, 0, random_blocks),
             (21, 5, 0, all_blocks),
         ):
-            columns = 512 if kind.block == 256 else 5 * 32
             x = rng.standard_normal((n, columns)).astype(np.float32)
             x[1] *= np.float32(1e-37)
             x[2, :64], x[3] = 0, -0.0
             raw = blocks(kind, (rows, columns), rng)
             bias = rng.standard_normal(rows).astype(np.float32) if biased else np.zeros(0, np.float32)
-            header = _numbers(kind.id, rows, columns, n, biased)
-            yield b"L" + header + raw.tobytes() + bias.tobytes() + x.tobytes()
+            for exact in (0, 1):
+                header = _numbers(kind.id, rows, columns, n, biased, exact)
+                yield b"L" + header + raw.tobytes() + bias.tobytes() + x.tobytes()
 
 
 def _experts() -> Iterator[bytes]:
     for kind in KINDS:
         rng = np.random.default_rng(kind.id + 1)
-        activation = kind.id % 3
         width, columns, count, n, k = (256, 256, 3, 9, 2) if kind.block == 256 else (96, 64, 3, 9, 2)
-        experts = Experts([kind] * 3, columns, width, count, "silu", kind.id % 2 > 0, rng, random_blocks)
-        biased = experts.biases[0] is not None
-        places = rng.integers(-1, count + 1, (n, k), dtype=np.int32)
-        x, mix = rng.standard_normal((n, columns)), rng.random((n, k))
-        yield b"E" + _numbers(*[kind.id] * 3, columns, width, count, activation, biased, n, k)
-        yield from (raw.tobytes() for raw in experts.raw)
-        yield from (bias.tobytes() for bias in experts.biases if bias is not None)
-        yield (3 * x).astype(np.float32).tobytes() + places.tobytes() + mix.astype(np.float32).tobytes()
+        experts = Experts([kind] * 3, columns, width, count, "", kind.id % 2 > 0, rng, random_blocks)
+        arrays = [*experts.raw, *(bias for bias in experts.biases if bias is not None)]
+        arrays += [(3 * rng.standard_normal((n, columns))).astype(np.float32)]
+        arrays += [rng.integers(-1, count + 1, (n, k), dtype=np.int32), rng.random((n, k)).astype(np.float32)]
+        for exact in (0, 1):
+            biased, activation = experts.biases[0] is not None, (kind.id + exact) % 3
+            header = _numbers(*[kind.id] * 3, columns, width, count, activation, biased, n, k, exact)
+            yield b"E" + header + b"".join(array.tobytes() for array in arrays)
 
 
 # heads, kv_heads, key, value, slots, context, rotated, from, adjacent, latent, window, sinks; cap

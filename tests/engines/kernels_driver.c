@@ -66,8 +66,8 @@ static struct matrix take_matrix(int type, size_t rows, size_t columns, size_t c
 }
 
 static void do_linear(void) {
-    int32_t v[5]; /* type, rows, columns, n, biased */
-    take_numbers(v, 5);
+    int32_t v[6]; /* type, rows, columns, n, biased, exact */
+    take_numbers(v, 6);
     const size_t rows = (size_t)v[1], columns = (size_t)v[2], n = (size_t)v[3];
     struct matrix w = take_matrix(v[0], rows, columns, 1);
     float *bias = v[4] ? take_floats(rows) : NULL, *x = take_floats(n * columns);
@@ -75,7 +75,7 @@ static void do_linear(void) {
     int32_t *tokens = memory(rows * sizeof *tokens);
     for (size_t i = 0; i < rows; i++)
         tokens[i] = (int32_t)i;
-    if (!linear(&THREADS, &w, bias, x, n, y) || !look_up(&THREADS, &w, 1.0f, tokens, rows, all))
+    if (!linear(&THREADS, &w, bias, x, n, v[5], y) || !look_up(&THREADS, &w, 1.0f, tokens, rows, all))
         exit(7);
     give(w.panels, kvasir_panel_bytes(v[0], rows, columns));
     give(y, n * rows * sizeof(float));
@@ -89,14 +89,15 @@ static void do_linear(void) {
 }
 
 static void do_experts(void) {
-    int32_t v[10]; /* types of gate, up and down, columns, width, experts, activation, biased, n, k */
-    take_numbers(v, 10);
+    int32_t v[11]; /* types of gate, up and down, columns, width, experts, activation, biased, n, k, exact */
+    take_numbers(v, 11);
     const size_t columns = (size_t)v[3], width = (size_t)v[4], count = (size_t)v[5], n = (size_t)v[8], k = (size_t)v[9];
     struct experts e = {.gate = take_matrix(v[0], width, columns, count),
                         .up = take_matrix(v[1], width, columns, count),
                         .down = take_matrix(v[2], columns, width, count),
                         .count = count,
-                        .activation = (enum activation)v[6]};
+                        .activation = (enum activation)v[6],
+                        .exact = v[10]};
     float *biases[3] = {NULL, NULL, NULL};
     if (v[7])
         for (int i = 0; i < 3; i++)

@@ -1,7 +1,5 @@
 """Products of float32 activations with panels: as right as float32 can be, and the same bits however they are made."""
 
-import platform
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +9,7 @@ from random_blocks import random_blocks
 
 from kvasir_peer.engines import panels, quants
 from kvasir_peer.engines.base import Precision
-from kvasir_peer.engines.kernels.library import Library, compile_library
+from kvasir_peer.engines.kernels.library import Library
 from kvasir_peer.engines.onnx_graph import Session
 from kvasir_peer.engines.onnx_linear import Kernels, container, packed_bytes
 from kvasir_peer.engines.quants import QuantType
@@ -79,29 +77,6 @@ def test_a_row_is_the_same_bits_alone_and_in_any_company(kernels: Library, kind:
         assert same_bits(session.run({"x": x[:n]})[0], together[:n])
     backwards = np.ascontiguousarray(x[::-1])
     assert same_bits(product(kernels.path, kind, threads=2).run({"x": backwards})[0][::-1], together)
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param(("-DKVASIR_PORTABLE", "-O1"), id="portable"),
-        pytest.param(
-            ("-mavx2", "-mfma", "-mf16c"),
-            id="AVX2",
-            marks=pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86"),
-        ),
-    ],
-)
-def test_all_instructions_give_the_same_bits(
-    kernels: Library, tmp_path: Path, flags: tuple[str, ...]
-) -> None:
-    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))
-    other = tmp_path / "other.so"
-    compile_library(compiler, other, flags)
-    x = normal(MOST, COLUMNS)
-    for kind in KINDS:
-        here, there = (product(library, kind).run({"x": x})[0] for library in (kernels.path, other))
-        assert same_bits(here, there), kind.name
 
 
 @each_kind

@@ -1,6 +1,5 @@
 """The C kernels give the same bits on every kind of processor and by every compiler, and touch no memory of others."""
 
-import platform
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +8,26 @@ from kernel_jobs import all_jobs, build, compiler, features, run
 
 from kvasir_peer.engines.kernels import library
 
-INTEL = platform.machine().lower() in ("x86_64", "amd64")
 GCC = compiler("gcc", "cc", "clang")
 CLANG = compiler("clang")
 ARM_GCC = compiler("aarch64-linux-gnu-gcc")
 ARM = compiler("qemu-aarch64", "qemu-aarch64-static")
+# Memory of others, unaligned numbers, overflow. With all checks compiling takes twice as long.
+CHECKS = (
+    "-fsanitize=address,alignment,signed-integer-overflow,shift,bounds",
+    "-fno-sanitize-recover=all",
+    "-g",
+)
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+# What differs between processors with dot products of integers and those without.
+DOTS = ("multiply.c", "pack.c")
+
+pytestmark = pytest.mark.skipif(GCC is None, reason="no C compiler is installed")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
 
 
 @pytest.fixture(scope="module")
@@ -22,15 +36,29 @@ def jobs() -> bytes:
 
 
 @pytest.fixture(scope="module")
-def loops(jobs: bytes, tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
+def loops(jobs: bytes, folder: Path) -> np.ndarray:
     """What plain C comes to."""
-    if GCC is None:
-        pytest.skip("no C compiler is installed")
-    path = build(GCC, tmp_path_factory.mktemp("loops") / "loops", "-DKVASIR_PORTABLE", "-O1")
-    instructions, results = run([str(path)], jobs)
+    path = build(CLANG or GCC, folder / "loops", "-DKVASIR_PORTABLE", "-O1")
+    instructions, results = run([path], jobs)
     assert instructions == library._NO_INSTRUCTIONS
     assert np.isfinite(results).mean() > 0.5
     return results
+
+
+@pytest.fixture(scope="module")
+def avx2(folder: Path) -> Path:
+    """The driver for AVX2, with checks."""
+    if "avx2" not in features():
+        pytest.skip("this processor has no AVX2")
+    return build(GCC, folder / "avx2", "-O1", *CHECKS, *AVX2)
+
+
+@pytest.fixture(scope="module")
+def arm(folder: Path) -> Path:
+    """The driver for ARM with dot products."""
+    if ARM_GCC is None or ARM is None:
+        pytest.skip("aarch64-linux-gnu-gcc and qemu-aarch64 are not both installed")
+    return build(ARM_GCC, folder / "arm", "-O1", "-static", "-march=armv8.2-a+dotprod")
 
 
 def same(got: np.ndarray, expected: np.ndarray) -> bool:
@@ -38,70 +66,58 @@ def same(got: np.ndarray, expected: np.ndarray) -> bool:
     return bool(np.array_equal(got.view(np.uint32), expected.view(np.uint32)))
 
 
-def needs(condition: object, what: str) -> None:
-    """Leave a test out where something is missing."""
-    if not condition:
-        pytest.skip(what)
+def test_this_processor(loops: np.ndarray, jobs: bytes, folder: Path) -> None:
+    path = build(GCC, folder / "native", *library._for_this_processor()[0])
+    assert same(run([path], jobs)[1], loops)
 
 
-def test_this_processor(loops: np.ndarray, jobs: bytes, tmp_path: Path) -> None:
-    path = build(GCC, tmp_path / "native", *library._for_this_processor()[0])
-    assert same(run([str(path)], jobs)[1], loops)
-
-
-@pytest.mark.skipif(not INTEL, reason="for x86-64")
-def test_avx2(loops: np.ndarray, jobs: bytes, tmp_path: Path) -> None:
-    needs("avx2" in features(), "this processor has no AVX2")
-    path = build(GCC, tmp_path / "avx2", "-mavx2", "-mfma", "-mf16c", "-O1")
-    instructions, got = run([str(path)], jobs)
+def test_avx2_with_memory_and_arithmetic_checked(loops: np.ndarray, jobs: bytes, avx2: Path) -> None:
+    instructions, got = run([avx2], jobs)
     assert instructions == "AVX2"
     assert same(got, loops)
 
 
-@pytest.mark.skipif(not INTEL, reason="for x86-64")
-def test_avx_vnni(loops: np.ndarray, jobs: bytes, tmp_path: Path) -> None:
+def test_avx_vnni(loops: np.ndarray, jobs: bytes, folder: Path, avx2: Path) -> None:
     """By the same instruction of AVX-512 on processors that have only that."""
-    has = features()
-    needs({"avx_vnni", "avx512_vnni"} & has, "this processor has neither AVX-VNNI nor AVX-512 VNNI")
-    flags = ["-mavx2", "-mfma", "-mf16c", "-O1"]
-    if "avx_vnni" in has:
-        flags += ["-mavxvnni"]
-    else:
-        flags += [
+    if "avx_vnni" in features():
+        flags = ["-mavxvnni"]
+    elif "avx512_vnni" in features():
+        flags = [
             "-mavx512vl",
             "-mavx512vnni",
             "-D__AVXVNNI__",
             "-D_mm256_dpbusd_avx_epi32=_mm256_dpbusd_epi32",
         ]
-    instructions, got = run([str(build(GCC, tmp_path / "vnni", *flags))], jobs)
+    else:
+        pytest.skip("this processor has neither AVX-VNNI nor AVX-512 VNNI")
+    path = build(GCC, folder / "vnni", "-O1", *CHECKS, *AVX2, *flags, like=avx2, changed=DOTS)
+    instructions, got = run([path], jobs)
     assert instructions == "AVX-VNNI"
     assert same(got, loops)
 
 
-def test_clang(loops: np.ndarray, jobs: bytes, tmp_path: Path) -> None:
-    needs(CLANG, "clang is not installed")
-    path = build(CLANG, tmp_path / "clang", *library._for_this_processor()[0])
-    assert same(run([str(path)], jobs)[1], loops)
+@pytest.mark.skipif("avx2" in features(), reason="AVX2 is checked")
+def test_this_processor_with_memory_and_arithmetic_checked(
+    loops: np.ndarray, jobs: bytes, folder: Path
+) -> None:
+    path = build(GCC, folder / "checked", "-O1", *CHECKS, *library._for_this_processor()[0])
+    assert same(run([path], jobs)[1], loops)
 
 
-@pytest.mark.parametrize(
-    ("flags", "instructions"),
-    [
-        pytest.param("-march=armv8.2-a+dotprod", "NEON dot product", id="dotprod"),
-        pytest.param("-march=armv8-a", "NEON", id="older"),
-    ],
-)
-def test_arm(loops: np.ndarray, jobs: bytes, tmp_path: Path, flags: str, instructions: str) -> None:
-    needs(ARM_GCC and ARM, "aarch64-linux-gnu-gcc and qemu-aarch64 are not both installed")
-    path = build(ARM_GCC, tmp_path / "arm", flags, "-static", "-O1")
-    used, got = run([ARM, "-cpu", "max", str(path)], jobs)
-    assert used == instructions
+@pytest.mark.skipif(CLANG is None, reason="clang is not installed")
+def test_clang(loops: np.ndarray, jobs: bytes, folder: Path) -> None:
+    path = build(CLANG, folder / "clang", "-O1", *library._for_this_processor()[0])
+    assert same(run([path], jobs)[1], loops)
+
+
+def test_arm(loops: np.ndarray, jobs: bytes, arm: Path) -> None:
+    instructions, got = run([ARM, "-cpu", "max", arm], jobs)
+    assert instructions == "NEON dot product"
     assert same(got, loops)
 
 
-def test_nothing_undefined_is_done(loops: np.ndarray, jobs: bytes, tmp_path: Path) -> None:
-    """No memory of others, no overflow, no unaligned number."""
-    checks = "address,alignment,signed-integer-overflow,shift,bounds"
-    flags = ("-O1", "-g", f"-fsanitize={checks}", "-fno-sanitize-recover=all")
-    path = build(GCC, tmp_path / "checked", *library._for_this_processor()[0], *flags)
-    assert same(run([str(path)], jobs)[1], loops)
+def test_older_arm(loops: np.ndarray, jobs: bytes, folder: Path, arm: Path) -> None:
+    path = build(ARM_GCC, folder / "older", "-O1", "-static", "-march=armv8-a", like=arm, changed=DOTS)
+    instructions, got = run([ARM, "-cpu", "cortex-a53", path], jobs)
+    assert instructions == "NEON"
+    assert same(got, loops)
