@@ -24,7 +24,7 @@ PROMPTS = (
     ("which", "precision"), [("real_text", "fast"), ("real_text", "exact"), ("real_text_k", "fast")]
 )
 def test_a_text_is_predicted_as_by_llama_cpp(
-    which: str, precision: Precision, request: pytest.FixtureRequest
+    which: str, precision: Precision, products: str, request: pytest.FixtureRequest
 ) -> None:
     """Both round activations to 8 bits, each in its own way, so logits are compared statistically."""
     text: RealText = request.getfixturevalue(which)
@@ -41,7 +41,7 @@ def test_a_text_is_predicted_as_by_llama_cpp(
         logits = prefill(stacks, text.tokens)
     same, difference = text.compare(logits)
     assert same >= 0.95
-    assert difference <= 0.06
+    assert difference <= 0.05
 
 
 def test_the_first_token_of_five_prompts_is_llama_cpps(real_text: RealText) -> None:

@@ -22,7 +22,6 @@ from kvasir_peer.engines.base import BankSpec, Rows, StackSpec, create_bank, cre
 from kvasir_peer.engines.onnx_attention import CHUNK_ROWS, Run, plan
 from kvasir_peer.engines.onnx_bank import OnnxBank
 from kvasir_peer.engines.onnx_linear import Kernels
-from kvasir_peer.engines.onnx_probe import probe
 from kvasir_peer.models.sources import GgufSource
 
 Get = Callable[[str], Reference]
@@ -55,12 +54,10 @@ def test_rows_are_cut_into_the_runs_that_attention_takes() -> None:
 
 
 @pytest.mark.parametrize(("name", "parts_per_layer"), [("qwen3", 1), ("qwen3moe", 2)])
-@pytest.mark.parametrize("own_kernels", [True, False], ids=["own kernels", "onnxruntime's"])
 def test_a_mixed_pass_goes_through_each_linear_once(
-    reference: Get, monkeypatch: pytest.MonkeyPatch, name: str, parts_per_layer: int, own_kernels: bool
+    reference: Get, products: str, name: str, parts_per_layer: int
 ) -> None:
-    kernels = probe().kernels if own_kernels else Kernels()
-    monkeypatch.setattr("kvasir_peer.engines.onnx_engine.usable_kernels", lambda device: kernels)
+    own_kernels = products == "own"
     with stages(ONNX, reference(name).path, [0, -1]) as [stack]:
         before = stack.statistics()
         stack.forward(mixed_rows(), None)
@@ -78,7 +75,9 @@ def test_a_mixed_pass_goes_through_each_linear_once(
 
 
 @pytest.mark.parametrize("kinds", [{"": "F32"}, {"": "Q4_0"}, {"": "Q4_1"}], ids=["F32", "Q4_0", "Q4_1"])
-def test_a_mixed_pass_computes_each_chosen_expert_once(tmp_path: Path, kinds: dict[str, str]) -> None:
+def test_a_mixed_pass_computes_each_chosen_expert_once(
+    tmp_path: Path, products: str, kinds: dict[str, str]
+) -> None:
     path, _ = write_quantised(tmp_path, "moe", wide("llama-moe"), kinds)
     chosen: list[int] = []
     with stages(ONNX, path, [0, -1], precision="fast") as [stack]:
@@ -103,10 +102,10 @@ def test_a_mixed_pass_computes_each_chosen_expert_once(tmp_path: Path, kinds: di
 
 
 @pytest.mark.parametrize("kind", quants.BY_NAME)
-def test_a_layer_of_every_type_stays_within_its_error(tmp_path: Path, kind: str) -> None:
-    """Two layers with router and experts, against the same weights as float32.
+def test_a_layer_of_every_type_stays_within_its_error(tmp_path: Path, products: str, kind: str) -> None:
+    """A layer with router and experts, against the same weights as float32; the bounds that docs/engines.md states.
 
-    Exact differs by the order of sums; fast rounds activations to int8, about 1 % in each product.
+    Exact differs by the order of sums; fast rounds activations to int8.
     """
     path, plain = write_quantised(tmp_path, kind, wide("qwen3moe"), {"": kind})
     x = np.random.default_rng(0).standard_normal((9, 256)).astype(np.float32)
@@ -115,19 +114,20 @@ def test_a_layer_of_every_type_stays_within_its_error(tmp_path: Path, kind: str)
         expected = stack.forward(rows, x) - x if stack.spec.end < 2 else stack.forward(rows, x)
         routes = next(stack.steps(rows, x)).ids
     with stages(ONNX, path, [1, 2]) as [stack]:
-        assert relative(stack.forward(rows, x), expected) < 2e-5
+        assert relative(stack.forward(rows, x), expected) < 2e-6
     with stages(ONNX, path, [1, 2], precision="fast") as [stack]:
         # A row whose experts are chosen otherwise for the rounding says nothing about the products.
         same = (np.sort(next(stack.steps(rows, x)).ids) == np.sort(routes)).all(1)
         assert same.sum() >= 6
         error = relative(stack.forward(rows, x)[same], expected[same])
-        assert error < 0.03
+        assert error < 0.02
         if quants.BY_NAME[kind].bits:
             assert error > 1e-4, "activations were not rounded; is this the fast path?"
 
 
 @pytest.mark.parametrize("kind", [k for k, t in quants.BY_NAME.items() if t.bits])
-def test_an_expert_of_every_type_stays_within_its_error(tmp_path: Path, kind: str) -> None:
+def test_an_expert_of_every_type_stays_within_its_error(tmp_path: Path, products: str, kind: str) -> None:
+    """The bounds that docs/engines.md states."""
     path, plain = write_quantised(tmp_path, kind, wide("qwen3moe"), {"": "F32", "_exps": kind})
     x = np.random.default_rng(0).standard_normal((16, 256)).astype(np.float32)
     ids, weights = np.full((16, 1), 5, np.int32), np.ones((16, 1), np.float32)
@@ -136,11 +136,11 @@ def test_an_expert_of_every_type_stays_within_its_error(tmp_path: Path, kind: st
         with GgufSource(file) as source:
             bank = create_bank("onnx", source, BankSpec(((0, 5, 6),), 16, precision, 1))
             results[file, precision] = bank.compute(0, x, ids, weights)
-    assert relative(results[path, "exact"], results[plain, "exact"]) < 5e-6
-    assert 1e-3 < relative(results[path, "fast"], results[plain, "exact"]) < 0.02
+    assert relative(results[path, "exact"], results[plain, "exact"]) < 2e-6
+    assert 5e-3 < relative(results[path, "fast"], results[plain, "exact"]) < 0.015
 
 
-def test_types_may_be_mixed_in_a_layer(tmp_path: Path) -> None:
+def test_types_may_be_mixed_in_a_layer(tmp_path: Path, products: str) -> None:
     """As in Q4_K_M: values and some down projections have more bits, so q, k and v are apart."""
     kinds = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K", "attn_q": "Q8_0", "": "Q4_K"}
     path, plain = write_quantised(tmp_path, "mixed", wide("llama"), kinds)
@@ -148,9 +148,9 @@ def test_types_may_be_mixed_in_a_layer(tmp_path: Path) -> None:
     with stages(ONNX, plain, [0, -1]) as stacks:
         expected = prefill(stacks, prompt)
     with stages(ONNX, path, [0, 1, -1]) as stacks:
-        assert np.abs(prefill(stacks, prompt, chunk=10) - expected).max() < 5e-5 * expected.std()
+        assert np.abs(prefill(stacks, prompt, chunk=10) - expected).max() < 2e-5 * expected.std()
     with stages(ONNX, path, [0, -1], precision="fast", threads=2) as stacks:
-        assert relative(prefill(stacks, prompt), expected) < 0.08
+        assert relative(prefill(stacks, prompt), expected) < 0.03
 
 
 @pytest.mark.parametrize("missing", ["codes4", "codes8", "experts"])
@@ -172,7 +172,7 @@ def test_kernels_that_fail_are_gone_round(
 
 
 def test_loading_reports_its_progress_and_what_is_dequantised(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, products: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, _ = write_quantised(tmp_path, "progress", wide("qwen3moe"), {"attn_q": "F16", "": "Q4_0"})
     seen: list[tuple[int, int]] = []
@@ -191,7 +191,6 @@ _MEASURE = """
 import gc, json, sys
 import numpy as np
 from kvasir_peer.engines.base import Rows, StackSpec, create_stack
-from kvasir_peer.engines.onnx_probe import probe
 from kvasir_peer.models.sources import GgufSource
 
 def anonymous():
