@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvasir_peer.engines import onnx_probe
+from kvasir_peer.engines import onnx_probe, onnx_trials
 from kvasir_peer.engines.base import Precision
 from kvasir_peer.engines.kernels.library import Library, Missing
 from kvasir_peer.engines.onnx_graph import Graph, Runtime
@@ -40,13 +40,13 @@ def test_all_kernels_work_with_this_onnxruntime(everything: Kernels) -> None:
 def test_a_kernel_with_wrong_results_is_not_trusted(
     monkeypatch: pytest.MonkeyPatch, everything: Kernels
 ) -> None:
-    right = onnx_probe._try_product
+    right = onnx_trials.try_product
 
     def wrong(runtime: Runtime, bits: int, block: int, level: int) -> tuple[np.ndarray, np.ndarray]:
         got, expected = right(runtime, bits, block, level)
         return (got * np.float32(1.1) if bits == 8 else got), expected
 
-    monkeypatch.setattr(onnx_probe, "_try_product", wrong)
+    monkeypatch.setattr(onnx_trials, "try_product", wrong)
     report = onnx_probe.probe()
     assert report.kernels == replace(everything, codes8=False)
     line = next(line for line in report.lines() if "8 bits, blocks of 32" in line)
@@ -61,7 +61,7 @@ def test_a_kernel_with_wrong_results_is_not_trusted(
 def test_one_wrong_type_of_our_own_kernels_is_enough_to_do_without_them(
     monkeypatch: pytest.MonkeyPatch, everything: Kernels, wrong_case: tuple[str, int], factor: float
 ) -> None:
-    right = onnx_probe._try_linear
+    right = onnx_trials.try_linear
 
     def wrong(
         runtime: Runtime, library: Path, precision: Precision, type_id: int
@@ -69,7 +69,7 @@ def test_one_wrong_type_of_our_own_kernels_is_enough_to_do_without_them(
         got, expected = right(runtime, library, precision, type_id)
         return (got * np.float32(factor) if (precision, type_id) == wrong_case else got), expected
 
-    monkeypatch.setattr(onnx_probe, "_try_linear", wrong)
+    monkeypatch.setattr(onnx_trials, "try_linear", wrong)
     report = onnx_probe.probe()
     assert report.kernels == replace(everything, panels=None)
     line = next(line for line in report.lines() if f"13 types, {wrong_case[0]}" in line)
@@ -90,14 +90,14 @@ def test_a_kernel_that_is_missing_is_gone_round(monkeypatch: pytest.MonkeyPatch,
     def missing(runtime: Runtime, bits: int) -> tuple[np.ndarray, np.ndarray]:
         raise EngineError("onnxruntime refuses a graph: QMoE(-1) is not a registered operator")
 
-    monkeypatch.setattr(onnx_probe, "_try_experts", missing)
+    monkeypatch.setattr(onnx_trials, "try_experts", missing)
     assert onnx_probe.usable_kernels("cpu") == replace(everything, experts=False)
     assert any("not a registered operator" in line for line in onnx_probe.probe().lines())
 
 
 def test_without_attention_nothing_can_be_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        onnx_probe, "_try_attention", lambda *_: (np.zeros(3, np.float32), np.ones(3, np.float32))
+        onnx_trials, "try_attention", lambda *_: (np.zeros(3, np.float32), np.ones(3, np.float32))
     )
     with pytest.raises(EngineError, match=r"GroupQueryAttention.*torch engine"):
         onnx_probe.usable_kernels("cpu")
