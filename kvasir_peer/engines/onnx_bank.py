@@ -26,10 +26,10 @@ from kvasir_peer.engines.base import (
     Precision,
     experts_by_layer,
 )
+from kvasir_peer.engines.onnx_containers import Kernels, container
 from kvasir_peer.engines.onnx_experts import Buffers, Experts
 from kvasir_peer.engines.onnx_fused_experts import FusedExperts
 from kvasir_peer.engines.onnx_graph import Graph, Runtime, spinning_threads
-from kvasir_peer.engines.onnx_linear import Kernels, container
 from kvasir_peer.engines.onnx_panel_experts import PanelExperts
 from kvasir_peer.engines.onnx_single_experts import SingleExperts
 from kvasir_peer.models.sources import TensorSource

@@ -22,8 +22,8 @@ from kvasir_peer.engines.base import (
 from kvasir_peer.engines.heap import trim_heap
 from kvasir_peer.engines.onnx_attention import head_width
 from kvasir_peer.engines.onnx_bank import OnnxBank, fusible, paneled
+from kvasir_peer.engines.onnx_containers import Kernels, container, packed_bytes
 from kvasir_peer.engines.onnx_graph import CONTAINER_HEAP_BYTES, HEAP_BYTES, SESSION_BYTES
-from kvasir_peer.engines.onnx_linear import Kernels, container, packed_bytes
 from kvasir_peer.engines.onnx_parts import PER_HEAD_SUFFIXES, heads_of
 from kvasir_peer.engines.onnx_probe import probe, usable_kernels
 from kvasir_peer.engines.onnx_row_attention import cache_floats

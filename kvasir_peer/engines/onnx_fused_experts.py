@@ -14,6 +14,7 @@ import numpy as np
 from kvasir_peer.engines import quants
 from kvasir_peer.engines.architectures import EXPERT_WEIGHTS, LayerShape
 from kvasir_peer.engines.base import F32, I32, Precision
+from kvasir_peer.engines.onnx_containers import centred
 from kvasir_peer.engines.onnx_experts import (
     KEPT_WIDTHS,
     LOADED_AT_ONCE,
@@ -25,7 +26,6 @@ from kvasir_peer.engines.onnx_experts import (
     expert_bytes,
 )
 from kvasir_peer.engines.onnx_graph import Bound, Graph, Runtime
-from kvasir_peer.engines.onnx_linear import centred
 from kvasir_peer.models.sources import TensorSource
 
 

@@ -24,8 +24,9 @@ from numpy.typing import DTypeLike, NDArray
 from kvasir_peer.engines import quants
 from kvasir_peer.engines.architectures import LayerShape, MlaShape, ModelShape
 from kvasir_peer.engines.base import Precision
+from kvasir_peer.engines.onnx_containers import Kernels, container
 from kvasir_peer.engines.onnx_graph import Graph
-from kvasir_peer.engines.onnx_linear import Kernels, Linears, Matrix, container
+from kvasir_peer.engines.onnx_linear import Linears, Matrix
 from kvasir_peer.models.sources import TensorSource
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ import numpy as np
 from kvasir_peer.engines import onnx_trials, panels
 from kvasir_peer.engines.base import F32, Precision
 from kvasir_peer.engines.kernels.library import Missing, find_library
+from kvasir_peer.engines.onnx_containers import Kernels
 from kvasir_peer.engines.onnx_graph import Runtime
-from kvasir_peer.engines.onnx_linear import Kernels
 from kvasir_peer.errors import EngineError
 
 # Root-mean-square deviation that is taken for rounding, as a part of the result's own root mean square. Rounding

@@ -14,6 +14,7 @@ import numpy as np
 from kvasir_peer.engines import quants
 from kvasir_peer.engines.architectures import EXPERT_WEIGHTS, LayerShape
 from kvasir_peer.engines.base import F32, I32, Precision
+from kvasir_peer.engines.onnx_containers import Kernels, container, extra_columns, widen
 from kvasir_peer.engines.onnx_experts import (
     LOADED_AT_ONCE,
     OAI_ALPHA,
@@ -22,7 +23,7 @@ from kvasir_peer.engines.onnx_experts import (
     expert_biases,
 )
 from kvasir_peer.engines.onnx_graph import Graph, Runtime, Session
-from kvasir_peer.engines.onnx_linear import Kernels, Linears, Matrix, container, extra_columns, widen
+from kvasir_peer.engines.onnx_linear import Linears, Matrix
 from kvasir_peer.models.sources import TensorSource
 
 

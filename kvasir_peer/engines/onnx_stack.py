@@ -24,8 +24,8 @@ from kvasir_peer.engines.base import (
 from kvasir_peer.engines.heap import trim_heap
 from kvasir_peer.engines.onnx_attention import Attentions
 from kvasir_peer.engines.onnx_bank import OnnxBank
+from kvasir_peer.engines.onnx_containers import Kernels, container
 from kvasir_peer.engines.onnx_graph import Bound, Runtime, Session
-from kvasir_peer.engines.onnx_linear import Kernels, container
 from kvasir_peer.engines.onnx_parts import Part, Parts, Port, heads_of
 from kvasir_peer.engines.onnx_row_attention import RowAttentions
 from kvasir_peer.engines.onnx_whole import WholePass

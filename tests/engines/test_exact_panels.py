@@ -10,8 +10,8 @@ from random_blocks import random_blocks
 from kvasir_peer.engines import panels, quants
 from kvasir_peer.engines.base import Precision
 from kvasir_peer.engines.kernels.library import Library
+from kvasir_peer.engines.onnx_containers import Kernels, container, packed_bytes
 from kvasir_peer.engines.onnx_graph import Session
-from kvasir_peer.engines.onnx_linear import Kernels, container, packed_bytes
 from kvasir_peer.engines.quants import QuantType
 
 EXACT: Precision = "exact"

@@ -9,8 +9,8 @@ import pytest
 from kvasir_peer.engines import onnx_probe, onnx_trials
 from kvasir_peer.engines.base import Precision
 from kvasir_peer.engines.kernels.library import Library, Missing
+from kvasir_peer.engines.onnx_containers import Kernels
 from kvasir_peer.engines.onnx_graph import Graph, Runtime
-from kvasir_peer.engines.onnx_linear import Kernels
 from kvasir_peer.errors import EngineError
 
 

@@ -21,7 +21,7 @@ from kvasir_peer.engines import quants
 from kvasir_peer.engines.base import BankSpec, Rows, StackSpec, create_bank, create_stack, estimate_stack
 from kvasir_peer.engines.onnx_attention import CHUNK_ROWS, Run, plan
 from kvasir_peer.engines.onnx_bank import OnnxBank
-from kvasir_peer.engines.onnx_linear import Kernels
+from kvasir_peer.engines.onnx_containers import Kernels
 from kvasir_peer.models.sources import GgufSource
 
 Get = Callable[[str], Reference]
