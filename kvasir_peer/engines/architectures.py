@@ -608,7 +608,7 @@ class _Metadata:
             return default
         try:
             number = int(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):  # the last for what is infinite
             raise ModelFileError(f"metadata {self._architecture}.{key} is {value!r}, no integer") from None
         if not low <= number <= high:
             raise ModelFileError(f"metadata {self._architecture}.{key} is {number}, outside {low} to {high}")

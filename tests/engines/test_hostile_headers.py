@@ -46,6 +46,13 @@ def engines() -> None:
         estimate_stack(engine, *header("llama"), StackSpec(0, 1, 1, 1, 1))
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), "four", b"4\xff"])
+def test_a_size_that_is_no_number_is_refused_by_name(value: object) -> None:
+    metadata, tensors = header("llama")
+    with pytest.raises(ModelFileError, match=r"llama\.attention\.head_count is .*, no integer"):
+        parse(metadata | {"llama.attention.head_count": value}, tensors)
+
+
 @pytest.mark.parametrize("name", ["llama", "llama-yarn", "qwen2moe", "gemma3", "gpt-oss", "deepseek-v3"])
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
