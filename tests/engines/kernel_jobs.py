@@ -113,6 +113,8 @@ _PASSES = (
     ((0, 1), (40, 17)),
     ((1, 1, 1, 1, 0, 0), (14, 15, 16, 17, 3, 4)),
     ((0,) * 56, tuple(range(8, 64))),
+    # Not what is asked for; nothing is to be read or written where there is nothing.
+    ((0, 0, 0, 1, 1), (2, 63, 1, 60, 60)),
 )
 
 

@@ -217,11 +217,17 @@ def test_without_a_home_nothing_is_left_in_the_working_folder(
     assert not Path("~").exists()
 
 
-def test_a_disk_that_is_full_is_what_is_said(machine: Machine) -> None:
-    machine.compiler(
-        does='\necho "a.c:1: error: this follows" >&2; echo "ld: No space left on device" >&2; exit 1\n'
-    )
-    assert "ld: No space left on device" in reason()
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        ("ld: final link failed: No space left on device", "make room there, or set XDG_CACHE_HOME"),
+        ("lanes.h:9:10: fatal error: string.h: No such file or directory", "apt install libc6-dev"),
+    ],
+)
+def test_what_is_missing_is_said(machine: Machine, line: str, remedy: str) -> None:
+    machine.compiler(does=f'\necho "{line}" >&2; echo "cc: error: no more" >&2; exit 1\n')
+    said = reason()
+    assert f"could not compile them: {line}; " in said and remedy in said
 
 
 def replace(path: Path, content: bytes) -> None:

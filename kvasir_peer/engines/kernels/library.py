@@ -292,11 +292,12 @@ def _compile(compilers: Sequence[str], folder: Path) -> Path:
                     "busy, or name another compiler by CC"
                 ) from error
             except subprocess.CalledProcessError as error:
-                reasons.append(f"{compiler} could not compile them: {_complaint(error)}")
+                complaint = _complaint(error)
+                reasons.append(f"{compiler} could not compile them: {complaint}; {_remedy(complaint)}")
             else:
                 log.info("kernels compiled for this processor in %.1f s: %s", time.monotonic() - begin, path)
                 return path
-    raise _NoLibraryError(f"{reasons[0]}; mend that, or name another compiler by CC")
+    raise _NoLibraryError(reasons[0])
 
 
 def _sync(path: Path) -> None:
@@ -311,6 +312,15 @@ def _complaint(error: subprocess.CalledProcessError) -> str:
     wanted = ("No space left", "error")
     found = (line for want in wanted for line in lines if want in line)
     return next(found, lines[0] if lines else f"it ended with status {error.returncode}")[:200]
+
+
+def _remedy(complaint: str) -> str:
+    """Return what to do about it."""
+    if "No space left" in complaint:
+        return "make room there, or set XDG_CACHE_HOME to a folder that has some"
+    if ".h: No such file" in complaint:
+        return "install the C library's headers, on Debian by apt install libc6-dev"
+    return "mend that, or name another compiler by CC"
 
 
 @contextmanager
