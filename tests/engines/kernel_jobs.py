@@ -104,7 +104,7 @@ def _experts() -> Iterator[bytes]:
 # heads, kv_heads, key, value, slots, context, rotated, from, adjacent, latent, window, sinks; cap
 _ATTENTIONS = (
     ((6, 2, 32, 48, 3, 64, 32, 0, 0, 0, 0, 0), 0.0),
-    ((4, 4, 20, 20, 3, 64, 16, 2, 1, 0, 19, 1), 0.0),
+    ((4, 4, 20, 20, 3, 64, 16, 2, 1, 0, 5, 1), 0.0),
     ((9, 1, 40, 33, 2, 64, 8, 32, 0, 0, 0, 1), 30.0),
     ((5, 1, 48, 32, 3, 64, 16, 32, 1, 1, 0, 0), 0.0),
 )
@@ -114,7 +114,7 @@ _PASSES = (
     ((1, 1, 1, 1, 0, 0), (14, 15, 16, 17, 3, 4)),
     ((0,) * 56, tuple(range(8, 64))),
     # Not what is asked for; nothing is to be read or written where there is nothing.
-    ((0, 0, 0, 1, 1), (2, 63, 1, 60, 60)),
+    ((0, 0, 0, 0, 1, 1), (2, 63, 1, 62, 60, 60)),
 )
 
 
