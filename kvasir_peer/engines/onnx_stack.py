@@ -117,6 +117,7 @@ class OnnxStack(LayerStack):
         self._passes = 0
         self._rows = 0
         self._part_runs = 0
+        self._longest = 0  # rows of a pass
         self._runtime = Runtime.of(spec.threads, spec.device)
         self._load(source, kernels, progress)
         layers = shape.layers[spec.first : spec.end]
@@ -318,6 +319,10 @@ class OnnxStack(LayerStack):
         """Tie all parts before the last attention to the buffers, for n rows."""
         found = self._bodies.get(n)
         if found is None:
+            if n > self._longest:
+                # What operators took for shorter passes lies in pieces, of which a longer one can use none.
+                self._longest = n
+                trim_heap()
             found = self._bodies[n] = self._bind(self._parts[: -self._n_last], n, self._buffers)
             if len(self._bodies) > _KEPT_WIDTHS:
                 self._bodies.popitem(last=False)
