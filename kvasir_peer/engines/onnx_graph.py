@@ -25,7 +25,7 @@ from kvasir_peer.errors import EngineError, UsageError
 _OPSET = 21
 _IR_VERSION = 10
 _MICROSOFT = "com.microsoft"
-# Operators of our own (see kernels/onnx_operators.c).
+# Operators of our own (see kernels/onnx_*.c).
 _OWN = "kvasir"
 # Initializers under this many bytes stay in the graph: an entry of the external table costs more than that.
 _INLINE_BYTES = 512

@@ -58,7 +58,7 @@ def forward_node(
     *,
     counted: bool = True,
 ) -> list[str]:
-    """Add a ``FeedForward`` node (see kernels/onnx_operators.c).
+    """Add a ``FeedForward`` node (see kernels/onnx_feed_forward.c).
 
     Args:
         g: the graph.
