@@ -191,6 +191,7 @@ _MEASURE = """
 import gc, json, sys
 import numpy as np
 from kvasir_peer.engines.base import Rows, StackSpec, create_stack
+from kvasir_peer.engines.onnx_probe import probe
 from kvasir_peer.models.sources import GgufSource
 
 def anonymous():
