@@ -81,9 +81,10 @@ def _per_layer(measured: Measured | None, needs: ModelNeeds) -> tuple[float, flo
     if not (_is_slice((measured.first, measured.end)) and measured.end <= needs.n_layer):
         return 0.0, 0.0
     layers = needs.layers_of(measured.first, measured.end)
-    base = max(0.0, measured.base - PASS_SECONDS) / layers
+    # Passes that take no longer than what each has beside its layers were measured all the same.
+    base = max(LEAST_LAYER_SECONDS, (measured.base - PASS_SECONDS) / layers)
     row = measured.row / layers
-    if not LEAST_LAYER_SECONDS <= base + row <= MOST_LAYER_SECONDS:
+    if measured.base + measured.row <= 0 or base + row > MOST_LAYER_SECONDS:
         return 0.0, 0.0
     return base, row
 

@@ -76,6 +76,13 @@ def test_measured_passes_become_the_cost_of_a_layer() -> None:
     assert line.base == pytest.approx(PASS_SECONDS + 0.100) and line.per_row == pytest.approx(0.020)
 
 
+def test_passes_too_quick_to_tell_are_not_taken_for_unmeasured() -> None:
+    model = needs(24)
+    for base, row in ((PASS_SECONDS / 3, 0.0), (0.0, 1e-7), (1e-300, 0.0)):
+        found = reported(PEER, Report(offered(measured=Measured(model.model, 4, 8, base, row))), model).offer
+        assert 1e-8 < found.pass_base + found.pass_row < 1e-6, "nor for quicker than anything is"
+
+
 def test_the_tail_s_output_counts_as_layers() -> None:
     model = needs(24, layer=50, tail=100)
     measured = Measured(model.model, 22, 24, PASS_SECONDS + 0.040, 0.0)
