@@ -82,7 +82,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         stages: head first, tail last.
         widths: bounds of everything that crosses.
         dtype: of boundaries; see :data:`kvasir_peer.wire.tensors.DTYPES`.
-        created: seconds since 1970 on the bridge's clock, for people.
+        created: seconds on the bridge's clock, which begins anywhere.
         fresh: peers whose KV cache is not known to be there: they are new at their layers, or have lost it.
         bridge_addresses: multiaddresses at which head and tail reach the bridge.
         hop_seconds: expected one-way time of an empty frame between neighbours, on average.
