@@ -4,7 +4,8 @@
 #   packaging/prepare.sh demo|test [VENV]
 #
 # Needs Python 3.11 to 3.13 with its headers, and, because a dependency of libp2p has no wheels, a C compiler and
-# the headers of GMP. What is missing is installed by apt-get where this runs as root, and named otherwise.
+# the headers of GMP. What is missing is installed by apt-get where this runs as root, and named otherwise. The same
+# compiler makes the engine's kernels when it first starts.
 # PYTHON names an interpreter to use.
 set -eu
 
