@@ -31,7 +31,7 @@ _OWN = "kvasir"
 _INLINE_BYTES = 512
 # How long a thread spins for the next operator of a run before it sleeps: longer than most operators that compute on
 # one thread, short beside a time slice that somebody else could use. onnxruntime before 1.26 spins to the run's end.
-_SPIN_MICROSECONDS = "25"
+_SPIN_MICROSECONDS = "50"
 
 # What a session of some twenty nodes takes besides its weights, as measured.
 SESSION_BYTES = 250_000

@@ -11,8 +11,8 @@
 #define WIDE 4
 /* Fewer rows than these are put into the cache before another thread would have been woken. */
 #define STORE_ALONE 8
-/* Multiplications of a share: some 20 us. */
-#define SHARE_WORK (1 << 19)
+/* Multiplications of a share: some 2 us, and ten times that where the cache has to come from memory. */
+#define SHARE_WORK (1 << 15)
 #define MOST_SHARES 256
 /* Floats of all shares' scores together, but enough shares for some threads. */
 #define SCORES ((size_t)8 << 20)
@@ -118,6 +118,10 @@ struct queries {
 INLINE void score(const struct attention *a, const struct queries *s, float *scores, size_t span, const int N) {
     for (size_t t = s->begin; t < s->end; t += BLOCK) {
         const float *keys = s->keys + t * a->key;
+        /* With few queries it is the way of the next block from memory that takes the time. */
+        if (t + BLOCK < s->end)
+            for (size_t i = 0; i < BLOCK * a->key; i += BLOCK)
+                __builtin_prefetch(keys + BLOCK * a->key + i);
         F sum[MOST_QUERIES][NV];
         for (int i = 0; i < N; i++)
             for (int h = 0; h < NV; h++)
