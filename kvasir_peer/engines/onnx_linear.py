@@ -26,6 +26,14 @@ if TYPE_CHECKING:
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2}
 
 
+class Laid:
+    """Panels by the names of their tensors, which graphs share; and where more of them go."""
+
+    def __init__(self) -> None:
+        self.by_names: dict[tuple[str, ...], NDArray[np.uint8]] = {}
+        self.shelf = panels.Shelf()
+
+
 @dataclass(frozen=True, eq=False)
 class Matrix:
     """A weight matrix as the file has it.
@@ -95,15 +103,15 @@ def forward_node(
     )
 
 
-def _panels(matrices: Sequence[Matrix], threads: int) -> NDArray[np.uint8]:
+def _panels(matrices: Sequence[Matrix], threads: int, shelf: panels.Shelf) -> NDArray[np.uint8]:
     """Lay matrices of one type below each other as panels."""
     first = matrices[0]
     cores = threads or os.cpu_count() or 1
     rows = sum(m.rows for m in matrices)
     if any(m.rows % panels.ROWS for m in matrices[:-1]):
         raw = np.concatenate([m.raw.reshape(-1) for m in matrices])
-        return panels.pack(raw, first.type, rows, first.columns, cores)
-    out = np.empty(panels.panel_bytes(first.type, rows, first.columns), np.uint8)
+        matrices = [Matrix(first.name, raw, first.type, rows, first.columns)]
+    out = shelf.take(panels.panel_bytes(first.type, rows, first.columns))
     begin = 0
     for m in matrices:
         end = begin + panels.panel_bytes(m.type, m.rows, m.columns)
@@ -129,7 +137,7 @@ class Linears:
         precision: ``exact`` keeps activations in float32.
         kernels: what onnxruntime can do here.
         threads: that take weights apart; 0 for all cores.
-        laid: panels by the names of their tensors, where graphs share weights; more are noted there.
+        laid: panels that graphs share; more are noted there.
     """
 
     def __init__(
@@ -138,10 +146,10 @@ class Linears:
         precision: Precision,
         kernels: Kernels,
         threads: int = 0,
-        laid: dict[tuple[str, ...], NDArray[np.uint8]] | None = None,
+        laid: Laid | None = None,
     ) -> None:
         self._graph = graph
-        self._laid = {} if laid is None else laid
+        self._laid = Laid() if laid is None else laid
         self._threads = threads
         self._precision = precision
         self._kernels = kernels
@@ -212,9 +220,10 @@ class Linears:
     def _panels(self, matrices: Sequence[Matrix]) -> NDArray[np.uint8]:
         """Lay matrices of one type below each other as panels, once for all graphs."""
         names = tuple(m.name for m in matrices)
-        if names not in self._laid:
-            self._laid[names] = _panels(matrices, self._threads)
-        return self._laid[names]
+        found = self._laid.by_names.get(names)
+        if found is None:
+            found = self._laid.by_names[names] = _panels(matrices, self._threads, self._laid.shelf)
+        return found
 
     def wide(self, x: str, matrices: Sequence[Matrix], biases: Sequence[F32 | None]) -> list[str]:
         """Add products of an asymmetric type with an input that ``widen`` made; return them one by one."""

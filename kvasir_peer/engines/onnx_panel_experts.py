@@ -123,7 +123,7 @@ class PanelExperts(Experts):
         info = source.tensors[layer.name(suffix)]
         rows, columns = info.shape[1:]
         each = panels.panel_bytes(info.type, rows, columns)
-        out = np.empty(self.count * each, np.uint8)
+        out = panels.room(self.count * each)
         biases = []
         at = 0
         with ThreadPoolExecutor(threads, thread_name_prefix="pack") as pool:

@@ -26,7 +26,7 @@ from kvasir_peer.engines.architectures import LayerShape, MlaShape, ModelShape
 from kvasir_peer.engines.base import Precision
 from kvasir_peer.engines.onnx_containers import Kernels, container
 from kvasir_peer.engines.onnx_graph import Graph
-from kvasir_peer.engines.onnx_linear import Linears, Matrix
+from kvasir_peer.engines.onnx_linear import Laid, Linears, Matrix
 from kvasir_peer.models.sources import TensorSource
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class Parts:
         self._precision = precision
         self._kernels = kernels
         self._taken = taken
-        self._laid: dict[tuple[str, ...], NDArray[np.uint8]] = {}
+        self._laid = Laid()
 
     # ------------------------------------------------------------------------------------------ weights
 
@@ -201,14 +201,16 @@ class Parts:
 
         Where output and embedding are one matrix, it is held once.
         """
-        matrix = self._matrix("token_embd.weight")
-        if container(matrix.type, self._precision, self._kernels) != "panels":
+        info = self._source.tensors["token_embd.weight"]
+        if container(info.type, self._precision, self._kernels) != "panels":
             return None
         part, linears = self._part()
-        tokens = part.graph.input("tokens", ["n", 1], np.int32)
-        hidden = linears.look_up(tokens, matrix, self._shape.embedding_scale)
-        part.graph.output(hidden, "hidden", ["n", self._shape.n_embd])
+        part.graph.output(self._embed(part.graph, linears), "hidden", ["n", self._shape.n_embd])
         return part.graph
+
+    def _embed(self, g: Graph, linears: Linears) -> str:
+        tokens = g.input("tokens", ["n", 1], np.int32)
+        return linears.look_up(tokens, self._matrix("token_embd.weight"), self._shape.embedding_scale)
 
     def entry(self, layer: LayerShape) -> Part:
         """From the hidden state to the first attention: reads ``hidden``, writes q/k/v."""
@@ -251,22 +253,25 @@ class Parts:
         self._leave(second, linears, hidden, self._scaled(second.graph, routed), following, tail)
         return [part, second]
 
-    def whole(self, layers: Sequence[LayerShape], tail: bool, attend: Attend, experts: Experts) -> Part:
+    def whole(
+        self, layers: Sequence[LayerShape], embeds: bool, tail: bool, attend: Attend, experts: Experts
+    ) -> Part:
         """All layers in one graph, for passes in which nobody else computes experts.
 
         Args:
             layers: of the stack.
+            embeds: whether it begins with tokens, whose matrix is kept as panels.
             tail: whether the stack ends with logits.
             attend: adds the attention of a layer, counted from the first.
             experts: adds the routed experts of a layer.
 
         Returns:
-            A part that reads ``hidden``, and at the tail ``wanted``, int64 [m]: rows of which there are to be logits.
-            It writes ``next``, or ``logits``, [m, n_vocab].
+            A part that reads ``hidden``, or ``tokens``, int32 [n, 1], and at the tail ``wanted``, int64 [m]: rows of
+            which there are to be logits. It writes ``next``, or ``logits``, [m, n_vocab].
         """
         part, linears = self._part()
         g = part.graph
-        hidden = part.read("hidden", self._shape.n_embd)
+        hidden = self._embed(g, linears) if embeds else part.read("hidden", self._shape.n_embd)
         normed = self._norm(g, hidden, layers[0].name("attn_norm.weight"))
         for index, layer in enumerate(layers):
             attended = attend(g, index, self._project(g, linears, layer, normed))

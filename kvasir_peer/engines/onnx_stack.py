@@ -161,7 +161,15 @@ class OnnxStack(LayerStack):
             self._attentions.add(layer.attention, maker.heads(layer), table, sinks)
         self._whole: WholePass | None = None
         if isinstance(self._attentions, RowAttentions) and self._can_be_whole(source, kernels):
-            self._whole = WholePass(maker, shape, spec, self._attentions, self._bank, self._runtime)
+            self._whole = WholePass(
+                maker,
+                shape,
+                spec,
+                self._attentions,
+                self._bank,
+                self._runtime,
+                embeds=self._look_up is not None,
+            )
         self._parts: list[_LoadedPart] = []
         if self._whole is not None and self._bank is None:
             return  # nobody will ever ask for the parts
@@ -238,11 +246,10 @@ class OnnxStack(LayerStack):
         self._passes += 1
         self._rows += len(rows)
         self._part_runs += 1
-        into = whole.hidden(len(rows))
-        if hidden is None:
-            self._embed(rows.tokens, into)
-        else:
-            np.copyto(into, hidden)
+        if hidden is not None:
+            np.copyto(whole.hidden(len(rows)), hidden)
+        elif not whole.embeds:
+            self._embed(rows.tokens, whole.hidden(len(rows)))
         return whole.run(rows)
 
     def _run(self, rows: Rows, hidden: F32 | None, *, alone: bool) -> Steps:

@@ -33,7 +33,6 @@ _KEPT_WIDTHS = 32
 class _Binding:
     """The session tied to buffers, for one number of rows and of rows that want an output."""
 
-    hidden: F32
     wanted: NDArray[np.int64]
     run: Bound
 
@@ -48,6 +47,7 @@ class WholePass:
         attentions: of its layers.
         bank: its experts, or None where it has none. All of them must be panels.
         runtime: threads and provider.
+        embeds: whether it looks tokens up itself.
     """
 
     def __init__(
@@ -58,7 +58,10 @@ class WholePass:
         attentions: RowAttentions,
         bank: OnnxBank | None,
         runtime: Runtime,
+        *,
+        embeds: bool,
     ) -> None:
+        self.embeds = embeds
         self._attentions = attentions
         self._bank = bank
         layers = shape.layers[spec.first : spec.end]
@@ -78,7 +81,7 @@ class WholePass:
             counts.append(found[1])
             return found[0]
 
-        part = maker.whole(layers, self._tail, attend, experts)
+        part = maker.whole(layers, embeds, self._tail, attend, experts)
         g = part.graph
         for name in ("slots", "positions"):
             g.input(name, ["n", 1], np.int32)
@@ -86,12 +89,13 @@ class WholePass:
             g.output(count, f"done{layer.index}", [1, 2], np.int32)
         self._session = g.session(runtime)
         self._counts = np.zeros((len(counts), 1, 2), np.int32)
-        self._hidden = np.zeros((spec.max_rows, shape.n_embd), np.float32)
+        self._hidden = np.zeros((0 if embeds else spec.max_rows, shape.n_embd), np.float32)
+        self._tokens = np.zeros((spec.max_rows, 1), np.int32)
         self._wanted = np.zeros(spec.max_rows, np.int64)
         self._bound: OrderedDict[tuple[int, int], _Binding] = OrderedDict()
 
     def hidden(self, n: int) -> F32:
-        """Return where the hidden states of a pass of n rows go, [n, n_embd]."""
+        """Return where the hidden states of a pass of n rows go, [n, n_embd], unless it looks tokens up itself."""
         return self._hidden[:n]
 
     def run(self, rows: Rows) -> F32:
@@ -110,6 +114,7 @@ class WholePass:
         if wanted is not None:
             bound.wanted[: max(m, 1)] = wanted if m else 0
         self._attentions.fill(rows)
+        self._tokens[:n, 0] = rows.tokens
         bound.run.output(self._output, into)
         bound.run()
         self._attentions.calls += self._attentions.count
@@ -125,16 +130,19 @@ class WholePass:
     def _bind(self, n: int, m: int) -> _Binding:
         found = self._bound.get((n, m))
         if found is None:
-            hidden, wanted = self._hidden[:n], self._wanted[:m]
+            wanted = self._wanted[:m]
             inputs: dict[str, NDArray[Any]] = {
-                "hidden": hidden,
                 "slots": self._attentions.slots[:n],
                 "positions": self._attentions.positions[:n],
             }
+            if self.embeds:
+                inputs["tokens"] = self._tokens[:n]
+            else:
+                inputs["hidden"] = self._hidden[:n]
             if self._tail:
                 inputs["wanted"] = wanted
             outputs = {f"done{layer.index}": self._counts[i] for i, layer in enumerate(self._routed)}
-            found = self._bound[n, m] = _Binding(hidden, wanted, self._session.bind(inputs, outputs))
+            found = self._bound[n, m] = _Binding(wanted, self._session.bind(inputs, outputs))
             if len(self._bound) > _KEPT_WIDTHS:
                 self._bound.popitem(last=False)
         self._bound.move_to_end((n, m))
