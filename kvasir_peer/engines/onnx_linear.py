@@ -65,6 +65,7 @@ def forward_node(
     precision: Precision,
     *,
     counted: bool = True,
+    first: bool = False,
 ) -> list[str]:
     """Add a ``FeedForward`` node (see kernels/onnx_feed_forward.c).
 
@@ -79,6 +80,7 @@ def forward_node(
         activation: of the layer.
         precision: ``exact`` keeps activations in float32.
         counted: whether there is a second result.
+        first: whether it is the first of a run to use other threads; it finds out then whether waking them pays.
 
     Returns:
         The sum, [n, columns]; how many experts were computed and how many rows of all of them, int32 [1, 2].
@@ -100,6 +102,7 @@ def forward_node(
         experts=experts,
         activation=_ACTIVATIONS[activation],
         exact=int(precision == "exact"),
+        first=int(first),
     )
 
 

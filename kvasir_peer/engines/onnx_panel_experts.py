@@ -77,14 +77,14 @@ class PanelExperts(Experts):
         g = Graph()
         x = g.input("x", ["n", self._columns])
         places, mix = g.input("places", ["n", "k"], np.int32), g.input("mix", ["n", "k"])
-        y, done = self.node(g, x, places, mix)
+        y, done = self.node(g, x, places, mix, first=True)
         g.output(y, "y", ["n", self._columns])
         g.output(done, "done", [1, 2], np.int32)
         self._session = g.session(runtime)
         self._buffers = buffers
         self._bound: OrderedDict[tuple[int, int], _Binding] = OrderedDict()
 
-    def node(self, g: Graph, x: str, places: str, mix: str) -> tuple[str, str]:
+    def node(self, g: Graph, x: str, places: str, mix: str, *, first: bool = False) -> tuple[str, str]:
         """Add the experts to a graph.
 
         Args:
@@ -92,6 +92,7 @@ class PanelExperts(Experts):
             x: [n, columns].
             places: int32 [n, k], of experts here; one that is out of range adds nothing.
             mix: [n, k], their weights.
+            first: whether nothing before it in the graph uses threads.
 
         Returns:
             The weighted sum, [n, columns]; how many experts were computed and how many rows of all of them.
@@ -108,6 +109,7 @@ class PanelExperts(Experts):
             self.count,
             self._activation,
             self._precision,
+            first=first,
         )
         return y, done
 

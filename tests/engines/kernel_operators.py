@@ -85,7 +85,12 @@ class Experts:
         self.biases = [rng.standard_normal(s).astype(np.float32) if biased else None for s in sizes]
 
     def session(
-        self, library: Path, threads: int = 1, routed: bool = True, precision: Precision = "fast"
+        self,
+        library: Path,
+        threads: int = 1,
+        routed: bool = True,
+        precision: Precision = "fast",
+        first: bool = False,
     ) -> Session:
         """x [n, columns], places [n, k], mix [n, k] to y [n, columns] and done [1, 2]."""
         g = Graph()
@@ -99,7 +104,16 @@ class Experts:
         inputs += ["" if bias is None else g.resident(bias) for bias in self.biases]
         infos = [Matrix("", np.empty(0, np.uint8), kind.id, 0, 0) for kind in self.kinds]
         y, done = forward_node(
-            g, library, inputs, infos, self.columns, self.width, self.count, self.activation, precision
+            g,
+            library,
+            inputs,
+            infos,
+            self.columns,
+            self.width,
+            self.count,
+            self.activation,
+            precision,
+            first=first,
         )
         g.output(y, "y", ["n", self.columns])
         g.output(done, "done", [1, 2], np.int32)

@@ -232,6 +232,22 @@ def test_without_a_choice_every_row_goes_through_the_first(kernels: Library) -> 
     assert same_bits(experts.session(kernels.path, routed=False).run({"x": x})[0], routed)
 
 
+def test_whether_other_threads_are_woken_changes_no_bit(kernels: Library) -> None:
+    """Calls that try it both ways, and those that go by what was found, over sizes on both sides of the limit."""
+    experts = Experts([Q8] * 3, 1024, 1536, 3, "silu", False, np.random.default_rng(5), random_blocks)
+    session = experts.session(kernels.path, threads=2, first=True)
+    plain = experts.session(kernels.path, threads=1)
+    x, mix = normal(3, 1024), np.ones((3, 1), np.float32)
+    for call in range(150):
+        n = 1 + call % 3
+        some = {"x": x[:n], "places": np.arange(n, dtype=np.int32)[:, None], "mix": mix[:n]}
+        got, done = session.run(some)
+        assert done.tolist() == [[n, n]]
+        if call < 3:
+            expected = plain.run({"x": x, "places": np.arange(3, dtype=np.int32)[:, None], "mix": mix})[0]
+        assert same_bits(got, expected[:n])
+
+
 @each_kind
 def test_an_experts_row_is_the_same_bits_in_any_batch_and_on_any_threads(
     kernels: Library, kind: QuantType
@@ -374,6 +390,7 @@ EXPERTS = {
     "experts": 2,
     "activation": 0,
     "exact": 0,
+    "first": 0,
 }
 UP, DOWN = np.tile(bytes_of(32, 64), 2), np.tile(bytes_of(64, 32), 2)
 CHOICES, MIX = np.zeros((2, 1), np.int32), np.ones((2, 1), np.float32)
