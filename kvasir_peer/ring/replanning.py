@@ -34,6 +34,9 @@ def replan(
     its slice loaded, then to one that has it on disk, then to any that can hold it, then to its neighbours; when
     none of that covers the layers, the ring is planned anew from whoever is left. No peer ever gets all layers.
 
+    A peer that has come to say that its engine can't hold its slice loses it to another that can; where there is none,
+    the ring is planned anew, and it may get fewer layers.
+
     Args:
         plan: the present one.
         lost: peers that have no place any more.
@@ -46,6 +49,12 @@ def replan(
     search = Search(ground, plan.bridge)
     stages: list[StageOffer | None] = [here.get(stage.peer) for stage in plan.stages]
     parts: list[Slice] = [(stage.first, stage.end) for stage in plan.stages]
+    too_large = {
+        i
+        for i, offer in enumerate(stages)
+        if offer is not None and offer.loaded != parts[i] and not search.fits(offer, *parts[i])
+    }
+    stages = [None if i in too_large else offer for i, offer in enumerate(stages)]
     words: dict[str, str] = {}
     taken = {offer.peer for offer in stages if offer is not None}
     for i in [i for i, offer in enumerate(stages) if offer is None]:
@@ -58,7 +67,8 @@ def replan(
             taken.add(offer.peer)
             words[offer.peer] = f"{layers_text(parts[i])}, in place of {plan.stages[i].peer}: {how}"
     if any(offer is None for offer in stages):
-        merged = _merge(search, stages, parts)
+        # Neighbours would leave the one with too much without anything.
+        merged = None if too_large else _merge(search, stages, parts)
         if merged is None:
             return _anew(plan, ground, stages=None)
         before = {o.peer: parts[i] for i, o in enumerate(stages) if o is not None}
@@ -247,5 +257,7 @@ def _anew(plan: Plan, ground: Ground, stages: int | None) -> Planned:
         return planned
     here = {offer.peer for offer in ground.offers}
     holes = [s for s in plan.stages if s.peer not in here]
+    if not holes:
+        return planned
     text = ", ".join(layers_text((s.first, s.end)) for s in holes)
     return replace(planned, missing=f"nobody can take over {text}: {planned.missing}")
