@@ -21,12 +21,14 @@ import trio
 import kvasir_peer.errors as errors
 from kvasir_peer.engines import orders
 from kvasir_peer.engines.arena import Arena, create_arena_file
+from kvasir_peer.engines.footprint import expansion_untried
 from kvasir_peer.errors import EngineError, WireError
 from kvasir_peer.wire.codec import PREFIX_BYTES
 
 logger = logging.getLogger(__name__)
 
 READY_SECONDS = 60.0  # importing the libraries of an engine on a slow, busy machine
+TRY_SECONDS = 120.0  # compiling kernels on a slow, busy machine; the compiler has a deadline of its own
 QUIT_SECONDS = 2.0  # an idle engine ends in milliseconds; one inside a product is killed after this
 RESTART_DELAYS = (0.1, 0.5, 2.0, 5.0, 15.0)  # seconds before each restart in a row; the last one stays
 HEALTHY_SECONDS = 60.0  # after so long without a crash the delays begin anew
@@ -120,6 +122,21 @@ class Engine:
         self._resident = 0
 
     # -- orders ---------------------------------------------------------------------------------------------
+
+    async def expansion(self, engine: str, device: str, precision: str) -> float:
+        """Bytes of memory for each byte of block-quantised weights, with the kernels that work here.
+
+        Where they can't be tried it is what the engine takes without; loading then says what is wrong.
+        """
+        job = next(self._jobs)
+        try:
+            with trio.fail_after(TRY_SECONDS):
+                answer = await self._ask(orders.Try(job, engine, device, precision), job)
+        except (errors.KvasirError, trio.TooSlowError) as error:
+            logger.warning("the engine's kernels were not tried: %s", str(error) or "it does not answer")
+            return expansion_untried(engine, device, precision)
+        assert isinstance(answer, orders.Tried)
+        return answer.expansion
 
     async def load_stage(
         self, order: orders.LoadStage, progress: Callable[[int, int], None] | None = None

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from kvasir_peer.engines.footprint import DEFAULT_EXPANSION
+
 
 @dataclass(frozen=True)
 class Membership:
@@ -18,6 +20,7 @@ class Membership:
         disk: bytes for chunks.
         engine: computes on ``device``, at ``precision``.
         threads: of computation; 0 takes all cores.
+        expansion: bytes of memory that the engine makes of each byte of block-quantised weights.
     """
 
     bridge: str
@@ -30,6 +33,7 @@ class Membership:
     device: str
     precision: Literal["exact", "fast"]
     threads: int
+    expansion: float = DEFAULT_EXPANSION
 
     @property
     def manifests(self) -> Path:

@@ -81,15 +81,20 @@ def _show_running(settings: PlanSettings) -> None:
 
 def needs_of(file: GgufFile, shape: ModelShape) -> ModelNeeds:
     """The sizes of an open model that planning goes by."""
+    from kvasir_peer.engines.footprint import Floats, floats_of
     from kvasir_peer.ring.offers import ModelNeeds
 
     def size(names: list[str]) -> int:
         return sum(file.tensors[name].n_bytes for name in names)
 
-    layers, n_layer = [], shape.n_layer
+    def floats(names: list[str]) -> Floats:
+        return floats_of(file.tensors[name] for name in names)
+
+    layers, layer_floats, n_layer = [], [], shape.n_layer
     for layer in range(n_layer):
         own = [name for name in shape.stage_tensors(layer, layer + 1) if name.startswith(f"blk.{layer}.")]
         layers.append(size(own))
+        layer_floats.append(floats(own))
     tail = [name for name in shape.stage_tensors(n_layer - 1, n_layer) if not name.startswith("blk.")]
     caches = max(sum(layer.attention.cache_widths) for layer in shape.layers)
     return ModelNeeds(
@@ -100,4 +105,7 @@ def needs_of(file: GgufFile, shape: ModelShape) -> ModelNeeds:
         head_bytes=size(["token_embd.weight"]),
         tail_bytes=size(tail),
         kv_bytes=KV_VALUE_BYTES * caches,
+        layer_floats=tuple(layer_floats),
+        head_floats=floats(["token_embd.weight"]),
+        tail_floats=floats(tail),
     )

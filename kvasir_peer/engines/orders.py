@@ -231,6 +231,22 @@ class Forgotten(msgspec.Struct, frozen=True):
     resident_bytes: int
 
 
+class Try(msgspec.Struct, frozen=True):
+    """Try an engine's kernels, which may compile for some seconds. Answer: :class:`Tried`."""
+
+    job: int
+    engine: str
+    device: str
+    precision: str
+
+
+class Tried(msgspec.Struct, frozen=True):
+    """Bytes of memory for each byte of block-quantised weights (:mod:`kvasir_peer.engines.footprint`)."""
+
+    job: int
+    expansion: float
+
+
 class Quit(msgspec.Struct, frozen=True):
     """End the process; there is no answer."""
 
@@ -254,6 +270,8 @@ CODEC = Codec(
         15: LoadBank,
         16: ExpertPass,
         17: ExpertsDone,
+        18: Try,
+        19: Tried,
     },
     max_header=MAX_ORDER_BYTES,
 )

@@ -31,6 +31,7 @@ from kvasir_peer.engines.arena import Arena
 from kvasir_peer.engines.base import F32, ExpertBank, ExpertWork, MemoryEstimate, Precision
 from kvasir_peer.engines.choice import free_memory
 from kvasir_peer.engines.expert_runner import ExpertRunner, FlooredBank
+from kvasir_peer.engines.footprint import RESERVE, expansion
 from kvasir_peer.engines.heap import trim_heap
 from kvasir_peer.engines.interleaving import Interleaving
 from kvasir_peer.engines.orders import ArenaShape
@@ -47,8 +48,6 @@ _CONTROL, _RING, _EXPERTS = 0, 1, 2
 PATIENCE = {"ring": 0.0, "shared": 0.2, "experts": 0.0, "checks": 0.5}
 SLICE_SECONDS = 0.005
 PAIR_GAIN = 0.1  # of the running mean of the own experts' time for each row-expert pair
-# Estimates are right within a tenth; a cap has to hold.
-_ESTIMATE_MARGIN = 1.1
 
 
 @dataclass
@@ -121,6 +120,9 @@ class EngineProcess:
                 elif isinstance(order, orders.Forget):
                     self._forget()
                     self._answer(orders.Forgotten(order.job, self._resident()))
+                elif isinstance(order, orders.Try):
+                    factor = expansion(order.engine, order.device, order.precision)
+                    self._answer(orders.Tried(order.job, factor))
             except Exception as error:
                 if not self._failed(order, error):
                     raise
@@ -418,7 +420,7 @@ def _refuse_what_does_not_fit(
     """
     # On a GPU what counts is the GPU's memory, of which the process has nothing yet.
     process = process if order.device == "cpu" else 0
-    need = int(memory.total * _ESTIMATE_MARGIN) + process
+    need = int(memory.total * RESERVE) + process
     limit = order.memory_limit
     # What is free does not count what the process has already.
     allowed = limit or free_memory(order.device) + process

@@ -33,7 +33,7 @@ def choose_ranges(
     level = min((min(row) for row in counts), default=target)
     if level >= target:
         return ()
-    room = budget.bytes()
+    room = budget.bytes(model)
     width = max(map(len, counts), default=0)
     # Whatever a volunteer says it has, there is no more than the model.
     held = {

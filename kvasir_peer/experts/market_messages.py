@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvasir_peer.engines.footprint import DEFAULT_EXPANSION
 from kvasir_peer.experts.dispatch_policy import SlotReading
 
 Range = tuple[int, int, int]  # layer, first expert, past the last expert
@@ -24,6 +25,7 @@ class ExpertModel:
         layers: those that have experts.
         n_expert: experts of each of them.
         expert_bytes: file bytes of one expert, by layer (the same order as ``layers``).
+        least_expansion: bytes of memory for each byte of the file, whatever the engine: floats become float32.
     """
 
     model: str
@@ -32,6 +34,7 @@ class ExpertModel:
     layers: tuple[int, ...]
     n_expert: int
     expert_bytes: tuple[int, ...]
+    least_expansion: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class Budget:
 
     Attributes:
         memory, disk: bytes.
-        expansion: bytes in memory for each byte of the file, as its engine needs.
+        expansion: bytes of memory for each byte of block-quantised weights, as its engine needs.
         rate: measured row-expert pairs per second; 0 if not known.
         addresses: where it is reached.
         device: for people.
@@ -50,16 +53,16 @@ class Budget:
 
     memory: int
     disk: int
-    expansion: float = 2.0
+    expansion: float = DEFAULT_EXPANSION
     rate: float = 0.0
     addresses: tuple[str, ...] = ()
     device: str = ""
     model: str = ""
     held: tuple[Range, ...] = ()
 
-    def bytes(self) -> int:
-        """File bytes of experts that fit."""
-        return min(int(self.memory / max(self.expansion, 1.0)), self.disk)
+    def bytes(self, model: ExpertModel) -> int:
+        """File bytes of the model's experts that fit."""
+        return min(int(self.memory / max(self.expansion, model.least_expansion)), self.disk)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import trio
 
+from kvasir_peer.engines.footprint import RESERVE, floats_of
 from kvasir_peer.errors import RefusedError, WireError
 from kvasir_peer.experts import market, market_messages, market_views
 from kvasir_peer.experts.coordinators import Coordinators
@@ -99,13 +100,15 @@ def expert_model(name: str, manifest: Manifest, shape: ModelShape) -> ExpertMode
     layers = tuple(layer.index for layer in shape.layers if layer.moe is not None)
     if not layers:
         return None
-    sizes = []
+    sizes, least = [], 1.0
     for layer in layers:
         tensors = [t for t in manifest.pages[f"blk.{layer}"].tensors if "_exps." in t.name]
         sizes.append(sum(t.n_bytes // t.shape[0] for t in tensors))
+        floats = [floats_of([t]) for t in tensors if len(t.shape) > 2]  # biases are few
+        least = max([least, *(RESERVE * f.loaded / f.file for f in floats if f.file)])
     moe = shape.layers[layers[0]].moe
     assert moe is not None
-    return ExpertModel(name, manifest.id, shape.n_layer, layers, moe.n_expert, tuple(sizes))
+    return ExpertModel(name, manifest.id, shape.n_layer, layers, moe.n_expert, tuple(sizes), least)
 
 
 class RingView(Protocol):

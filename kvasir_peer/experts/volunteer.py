@@ -17,6 +17,7 @@ from kvasir_peer.agent.chunk_transfer import Download, TransferProgress, serve_c
 from kvasir_peer.agent.manifest_fetch import fetch_manifest
 from kvasir_peer.agent.membership import Membership
 from kvasir_peer.engines import orders
+from kvasir_peer.engines.footprint import process_bytes
 from kvasir_peer.errors import KvasirError, LinkError, RefusedError, ResourceError, WireError
 from kvasir_peer.experts.expert_server import ExpertServer, ServerStatistics
 from kvasir_peer.experts.market_client import MarketClient, download_sources
@@ -76,13 +77,11 @@ class VolunteerConfig:
 
     Attributes:
         local_web: fetch from web servers on this machine too; for tests.
-        expansion: bytes of memory for each byte of a file, with this engine.
         rate: row-expert pairs per second, as measured; 0 where it was not.
     """
 
     membership: Membership
     model: str = ""
-    expansion: float = 2.2
     rate: float = 0.0
     local_web: bool = False
 
@@ -140,7 +139,7 @@ class Volunteer:
         self._given_bytes = 0
         self._held_model = ""
         self._held: tuple[tuple[int, int, int], ...] = ()
-        self._share = 1.0  # of the owner's memory that is offered
+        self._share = 1.0  # of the memory for experts that is offered
         self._paused = False
         self._resumed = trio.Event()
         self._work = trio.CancelScope()
@@ -312,9 +311,9 @@ class Volunteer:
         config, mine = self._config, self._membership
         return Ask(
             secret=mine.secret,
-            memory=int(mine.memory * self._share),
+            memory=int(max(0, mine.memory - process_bytes(mine.engine)) * self._share),
             disk=mine.disk,
-            expansion=config.expansion,
+            expansion=mine.expansion,
             rate=config.rate,
             addresses=tuple(self._node.addresses()),
             device=f"{mine.engine} {mine.device}",

@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from kvasir_peer.engines.footprint import DEFAULT_EXPANSION, MAX_EXPANSION
 from kvasir_peer.errors import UsageError, WireError
 from kvasir_peer.net import maddr
 from kvasir_peer.wire.dispatching import DispatchFigures
@@ -32,6 +33,7 @@ Ranges = Annotated[tuple[Range, ...], Meta(max_length=MAX_RANGES)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Tally = Annotated[int, Meta(ge=0, le=1 << 48)]  # of rows: a thousand every microsecond for three days
 Amount = Annotated[float, Meta(ge=0, le=1e15)]
+Expansion = Annotated[float, Meta(ge=1, le=MAX_EXPANSION)]
 Name = Annotated[str, Meta(max_length=256)]
 Addresses = Annotated[tuple[Annotated[str, Meta(max_length=1024)], ...], Meta(max_length=256)]
 _DOMAIN = b"kvasir expert coverage 1\0"
@@ -42,8 +44,8 @@ class Ask(msgspec.Struct, frozen=True):
 
     Attributes:
         secret: of the ticket, in hexadecimal; needed until the bridge has let the peer in.
-        memory, disk: bytes that it gives.
-        expansion: bytes of memory for each byte of the file, with its engine.
+        memory, disk: bytes that it gives for experts.
+        expansion: bytes of memory for each byte of block-quantised weights, with its engine.
         rate: row-expert pairs per second that it computes, as measured; 0 where it was not.
         addresses: where it is reached.
         device: for people, such as ``onnx cpu``.
@@ -57,7 +59,7 @@ class Ask(msgspec.Struct, frozen=True):
     secret: Name = ""
     memory: Count = 0
     disk: Count = 0
-    expansion: Amount = 2.0
+    expansion: Expansion = DEFAULT_EXPANSION
     rate: Amount = 0.0
     addresses: Addresses = ()
     device: Name = ""

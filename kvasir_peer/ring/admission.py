@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvasir_peer.errors import UsageError
 from kvasir_peer.net import maddr
 from kvasir_peer.ring import stage_market as market
-from kvasir_peer.ring.offers import PASS_SECONDS, LinkTime, ModelNeeds, StageOffer, how_it_holds
+from kvasir_peer.ring.offers import PASS_SECONDS, LinkTime, ModelNeeds, StageOffer
 from kvasir_peer.ring.plan import MAX_ADDRESS, MAX_ADDRESSES, MAX_LAYERS
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ def _offered(peer: str, offer: Offer, needs: ModelNeeds) -> StageOffer:
         peer,
         min(max(offer.memory, 0), MAX_BYTES),
         min(max(offer.disk, 0), MAX_BYTES),
-        engine=how_it_holds(offer.engine[:32], offer.device),
+        engine=offer.engine[:32],
+        expansion=offer.expansion,
         read_rate=rate if LEAST_READ_RATE <= rate < math.inf else 0.0,
         pass_base=base,
         pass_row=row,

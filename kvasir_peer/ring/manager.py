@@ -20,6 +20,7 @@ import trio
 
 from kvasir_peer import identity
 from kvasir_peer.agent.loop_lag import LoopLag
+from kvasir_peer.engines.footprint import NO_FLOATS, floats_of
 from kvasir_peer.errors import LinkError, RefusedError, UsageError, WireError
 from kvasir_peer.progress import Progress
 from kvasir_peer.ring import link_probe, planner
@@ -98,6 +99,7 @@ def needs_of(manifest: Manifest, shape: ModelShape) -> ModelNeeds:
     """The sizes that planning goes by."""
     root = manifest.root
     head = root.page("head").n_bytes
+    head_floats, tail_floats = (floats_of(manifest.pages[name].tensors) for name in ("head", "tail"))
     return ModelNeeds(
         model=manifest.id,
         n_embd=shape.n_embd,
@@ -106,6 +108,11 @@ def needs_of(manifest: Manifest, shape: ModelShape) -> ModelNeeds:
         head_bytes=head,
         tail_bytes=root.page("tail").n_bytes + (head if root.tied else 0),
         kv_bytes=KV_VALUE_BYTES * max(sum(layer.attention.cache_widths) for layer in shape.layers),
+        layer_floats=tuple(
+            floats_of(manifest.pages[f"blk.{layer}"].tensors) for layer in range(root.n_layer)
+        ),
+        head_floats=head_floats,
+        tail_floats=tail_floats + (head_floats if root.tied else NO_FLOATS),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvasir_peer.engines.footprint import DEFAULT_EXPANSION, NO_FLOATS, RESERVE, Floats, process_bytes
 from kvasir_peer.ring.plan import MAX_STAGES, Plan
 from kvasir_peer.serving.costs import Line, RingCosts
 from kvasir_peer.serving.pacing import chunk_rows, decode_shape, decode_throughput
@@ -19,14 +20,6 @@ BASE_SHARE = 0.6
 PASS_SECONDS = 0.001
 # Read rate assumed of a peer that has not measured itself (bytes per second): two old cores.
 UNKNOWN_READ_RATE = 4e9
-# Bytes in memory for each byte of weights in a file, by engine; the quantised containers measured 1.3 to 1.7 for
-# 4 and 8 bits, and 2.1 for 6; an engine keeps a tenth of its estimate in reserve before it loads, so less than that
-# may be planned to the brim and refused then. Engines know better: pass ``memory`` to use their estimates.
-# torch keeps the file's bytes on a GPU, and makes floats of them on a CPU: 7.1 times as many of 4-bit types.
-EXPANSION = {"onnx": 2.0, "torch": 2.0, "torch on cpu": 8.0}
-DEFAULT_EXPANSION = 2.0
-# Python, the engine's libraries and the arena, beside weights and KV cache (bytes).
-PROCESS_BYTES = 200 << 20
 # One request alone weighs twice as much as all together: it is what a person at a chat feels.
 ALONE_WEIGHT, TOGETHER_WEIGHT = 2.0, 1.0
 FORECAST_PROMPT = 512  # tokens of the prompt whose first token is forecast
@@ -43,6 +36,7 @@ class ModelNeeds:
         head_bytes: of the embedding, at the head.
         tail_bytes: of norm and output (and of the embedding, where it serves as output), at the tail.
         kv_bytes: KV cache bytes of one layer and one position.
+        layer_floats, head_floats, tail_floats: of these bytes, those that no engine keeps in blocks.
     """
 
     model: str
@@ -52,6 +46,9 @@ class ModelNeeds:
     head_bytes: int
     tail_bytes: int
     kv_bytes: int
+    layer_floats: tuple[Floats, ...] = ()
+    head_floats: Floats = NO_FLOATS
+    tail_floats: Floats = NO_FLOATS
 
     @property
     def n_layer(self) -> int:
@@ -68,6 +65,14 @@ class ModelNeeds:
         total += self.head_bytes if first == 0 else 0
         return total + (self.tail_bytes if end == self.n_layer else 0)
 
+    def loaded_bytes(self, first: int, end: int, expansion: float) -> float:
+        """Bytes of the stage slice in memory, where block-quantised weights take so many times what the file has."""
+        floats = list(self.layer_floats[first:end])
+        floats += [self.head_floats] if first == 0 else []
+        floats += [self.tail_floats] if end == self.n_layer else []
+        blocks = self.file_bytes(first, end) - sum([part.file for part in floats])
+        return blocks * expansion + RESERVE * sum([part.loaded for part in floats])
+
 
 @dataclass(frozen=True, slots=True)
 class StageOffer:
@@ -76,7 +81,7 @@ class StageOffer:
     Attributes:
         peer: peer id.
         memory, disk: bytes that its owner gives.
-        engine: name, for the memory estimate; see :func:`how_it_holds`.
+        engine: name, for the memory estimate.
         read_rate: measured bytes of weights per second of a one-row pass; 0 where it has not been measured.
         pass_base, pass_row: measured seconds per layer and pass, and per layer and row; they take precedence over
             ``read_rate`` where they are set.
@@ -84,6 +89,7 @@ class StageOffer:
         on_disk: slices ``(first, end)`` whose chunks it has.
         loaded: slice that its engine holds at present.
         bridge: runs on the bridge's own machine.
+        expansion: bytes of memory that its engine makes of each byte of block-quantised weights, its reserve included.
     """
 
     peer: str
@@ -97,6 +103,7 @@ class StageOffer:
     on_disk: frozenset[tuple[int, int]] = frozenset()
     loaded: tuple[int, int] | None = None
     bridge: bool = False
+    expansion: float = DEFAULT_EXPANSION
 
     def line(self, needs: ModelNeeds, first: int, end: int) -> Line:
         """Expected seconds of a pass over the slice."""
@@ -226,18 +233,13 @@ Memory = Callable[[StageOffer, int, int], int]
 Slice = tuple[int, int]
 
 
-def how_it_holds(engine: str, device: str) -> str:
-    """The key of an engine on a device in :data:`EXPANSION`."""
-    return "torch on cpu" if engine == "torch" and device == "cpu" else engine
-
-
 def memory_needed(needs: ModelNeeds, widths: Widths, offer: StageOffer, first: int, end: int) -> int:
-    """Bytes that a stage takes: weights in the engine's container, KV cache of all slots, boundaries, process."""
-    weights = needs.file_bytes(first, end) * EXPANSION.get(offer.engine, DEFAULT_EXPANSION)
+    """Bytes that a stage takes: weights, KV cache of all slots, boundaries, the engine's reserve, and its process."""
+    weights = needs.loaded_bytes(first, end, offer.expansion)
     kv = needs.kv_bytes * (end - first) * widths.context_length * widths.max_requests
     rows = 4 * widths.micro_batch_rows * needs.n_embd * (2 * widths.max_in_flight + 8)
     logits = 4 * widths.micro_batch_rows * needs.vocab if end == needs.n_layer else 0
-    return int(weights) + kv + rows + logits + PROCESS_BYTES
+    return int(weights + RESERVE * (kv + rows + logits)) + process_bytes(offer.engine)
 
 
 def gigabytes(count: float) -> str:

@@ -812,7 +812,7 @@ class _Market:
         keeping = self._spread(keeping, valid)
         if all(m.peer in keeping for m in spare) or self._lost(plan):
             return
-        standing = (plan.epoch, tuple((m.peer, m.offer.memory, m.standby) for m in spare))
+        standing = (plan.epoch, tuple((m.peer, m.offer.memory, m.offer.expansion, m.standby) for m in spare))
         if standing == state.standing:
             return
         question = Standbys(

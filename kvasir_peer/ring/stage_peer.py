@@ -17,7 +17,16 @@ from kvasir_peer.agent.loop_lag import LoopLag
 from kvasir_peer.agent.manifest_fetch import fetch_manifest
 from kvasir_peer.agent.membership import Membership
 from kvasir_peer.engines import orders as engine_orders
-from kvasir_peer.errors import KvasirError, LinkError, PlanError, RefusedError, UsageError, WireError
+from kvasir_peer.engines.footprint import MAX_EXPANSION, REFUSED_GROWTH
+from kvasir_peer.errors import (
+    KvasirError,
+    LinkError,
+    PlanError,
+    RefusedError,
+    ResourceError,
+    UsageError,
+    WireError,
+)
 from kvasir_peer.models.manifest import Manifest
 from kvasir_peer.models.slices import StageSlice, chunks_of
 from kvasir_peer.progress import Progress, Step, silent
@@ -131,6 +140,8 @@ class StagePeer:
         self._preload = False
         self._on_disk: set[tuple[int, int]] = set()
         self._measured: Measured | None = None
+        self._expansion = membership.expansion
+        self._refused: _Prepared | None = None  # what the engine had no memory for last
         self._neighbours: frozenset[str] = frozenset()
         self._links: dict[str, LinkReport] = {}  # not reported yet
         self._reason = ""
@@ -248,6 +259,7 @@ class StagePeer:
                 on_disk=tuple(sorted(self._on_disk)),
                 loaded=(self._loaded.first, self._loaded.end) if self._loaded else None,
                 measured=self._measured,
+                expansion=self._expansion,
             ),
             secret=mine.secret,
             state=self._state,
@@ -496,7 +508,14 @@ class StagePeer:
         def progress(done: int, total: int) -> None:
             self._set("loading", f"loading {label}", Transfer(done, total))
 
-        answer = await self._engine.load_stage(order, progress)
+        try:
+            answer = await self._engine.load_stage(order, progress)
+        except ResourceError:
+            # The bridge has planned by it, and plans again by this; the same slice once more says nothing new.
+            if self._refused != wanted:
+                self._refused = wanted
+                self._expansion = min(MAX_EXPANSION, self._expansion * REFUSED_GROWTH)
+            raise
         for note in answer.notes:
             logger.warning("%s", note)
         self._loaded = wanted

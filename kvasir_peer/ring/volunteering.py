@@ -14,6 +14,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from kvasir_peer.engines.footprint import DEFAULT_EXPANSION, MAX_EXPANSION
+
 StageState = Literal["idle", "fetching", "loading", "loaded", "serving", "broken"]
 
 MAX_WAIT = 50.0  # seconds that a poll is held at most: under the minute after which proxies give up
@@ -21,6 +23,7 @@ MAX_BODY_BYTES = 64 << 10
 
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # bytes, rows, batches
 Amount = Annotated[float, Meta(ge=0, le=1e15)]  # milliseconds, or a rate
+Expansion = Annotated[float, Meta(ge=1, le=MAX_EXPANSION)]
 Name = Annotated[str, Meta(max_length=128)]  # of an engine, a peer, a plan
 Epoch = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 Layer = Annotated[int, Meta(ge=0, le=1 << 16)]
@@ -52,6 +55,7 @@ class Offer(msgspec.Struct, frozen=True):
         on_disk: slices (first, end) whose chunks are in the store.
         loaded: slice (first, end) that the engine holds.
         measured: what passes took when layers were loaded last.
+        expansion: bytes of memory that the engine makes of each byte of block-quantised weights.
     """
 
     memory: Count
@@ -65,6 +69,7 @@ class Offer(msgspec.Struct, frozen=True):
     on_disk: Slices = ()
     loaded: tuple[Layer, Layer] | None = None
     measured: Measured | None = None
+    expansion: Expansion = DEFAULT_EXPANSION
 
 
 class Transfer(msgspec.Struct, frozen=True):

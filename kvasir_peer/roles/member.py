@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import trio
 
@@ -83,4 +83,5 @@ async def open_member(
             await reach_relays(node, report)
             report(Progress("load", f"computes with {engine_name} on {device}"))
             async with open_engine() as engine:
-                yield Member(me, node, store, engine, membership)
+                factor = await engine.expansion(engine_name, device, membership.precision)
+                yield Member(me, node, store, engine, replace(membership, expansion=factor))

@@ -9,7 +9,6 @@ import trio
 from kvasir_peer import identity, running
 from kvasir_peer.experts.volunteer import Volunteer, VolunteerConfig, VolunteerStatistics
 from kvasir_peer.progress import Report
-from kvasir_peer.ring.offers import how_it_holds
 from kvasir_peer.roles.member import open_member
 from kvasir_peer.running import PAUSE_FILE
 from kvasir_peer.settings import VolunteerSettings
@@ -18,9 +17,6 @@ from kvasir_peer.wire import chunks
 FREE_MEMORY_SHARE = 0.5  # of what is free, where the owner sets no limit: the machine stays usable
 GIVEN_SECONDS = 10.0  # between two writes of what was given
 PAUSE_SECONDS = 0.25  # between two looks at whether the owner has paused this peer
-
-# Bytes of memory for each byte of a file: containers wider than the file's, and what loading leaves behind.
-EXPANSION = {"onnx": 2.2, "torch": 2.0, "torch on cpu": 7.6}
 
 
 async def run_volunteer(settings: VolunteerSettings, report: Report) -> None:
@@ -35,11 +31,7 @@ async def run_volunteer(settings: VolunteerSettings, report: Report) -> None:
         open_member(settings, "volunteer", report, memory_share=FREE_MEMORY_SHARE) as member,
         trio.open_nursery() as nursery,
     ):
-        config = VolunteerConfig(
-            member.membership,
-            model=settings.model,
-            expansion=EXPANSION[how_it_holds(member.membership.engine, member.membership.device)],
-        )
+        config = VolunteerConfig(member.membership, model=settings.model)
         volunteer = Volunteer(
             member.node,
             member.engine,

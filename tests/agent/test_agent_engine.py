@@ -14,6 +14,8 @@ import trio
 
 from kvasir_peer.agent.engine import Engine, open_engine
 from kvasir_peer.agent.loop_lag import LoopLag
+from kvasir_peer.engines.footprint import AS_IN_THE_FILE, CONTAINERS, FLOAT32
+from kvasir_peer.engines.kernels.library import Library, find_library
 from kvasir_peer.engines.orders import ArenaShape, GgufWeights, LoadBank, LoadStage
 from kvasir_peer.errors import EngineError, ModelFileError, ResourceError, WireError
 from kvasir_peer.models.split_experts import split_experts
@@ -107,6 +109,21 @@ async def test_an_engine_that_is_killed_is_restarted_and_loads_again() -> None:
             await engine.load_stage(order(0))
         statistics = engine.statistics()
         assert statistics.running and statistics.pid != first and statistics.restarts == 1
+
+
+async def test_the_process_says_what_its_engine_makes_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_engine() as engine:
+        found = isinstance(find_library(), Library)
+        assert await engine.expansion("onnx", "cpu", "fast") == (AS_IN_THE_FILE if found else CONTAINERS)
+        assert await engine.expansion("torch", "cpu", "fast") == FLOAT32
+        assert await engine.expansion("onnx", "no such device", "fast") == CONTAINERS, (
+            "loading says what is wrong"
+        )
+        engine.kill()
+        assert await engine.expansion("torch", "cuda", "fast") == AS_IN_THE_FILE
+    monkeypatch.setenv("KVASIR_ENGINE_KERNELS", "off")
+    async with open_engine() as engine:
+        assert await engine.expansion("onnx", "cpu", "exact") == CONTAINERS
 
 
 async def test_the_process_ends_with_its_owner() -> None:

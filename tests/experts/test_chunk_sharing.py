@@ -94,6 +94,7 @@ async def test_an_idle_volunteer_with_chunks_on_disk_is_named_as_their_source(tm
             await until(lambda: one.node.peer_id in b.service._state.waiting)
             board.add(board.live, ranges, -1)  # and now somebody quicker is served first
             budget = b.service._state.waiting.pop(one.node.peer_id)
+            assert budget[0].memory == (1 << 30) - (200 << 20), "the process itself is not for experts"
             sent = b.sent_bytes
             b.service._state.waiting[one.node.peer_id] = (unable(budget[0]), budget[1])
             async with volunteer(b, tmp_path / "two", disk=QUARTER) as two:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from dataclasses import replace
 
 import pytest
 from helpers_market import MB, Swarm, model
@@ -210,8 +211,17 @@ def test_ranges_follow_the_budget_of_memory_and_of_disk() -> None:
     assert size(55, 1000) == 5
     assert size(1000, 55) == 5
     assert size(110, 1000, expansion=2.0) == 5
+    assert size(111, 1000, expansion=1.1) == 10
     assert size(9, 1000) == 0
     assert size(10_000, 10_000) == 64
+
+
+def test_experts_that_are_floats_take_their_float32_from_the_budget() -> None:
+    board = [[0] * 16 for _ in range(4)]
+    halves = replace(model(), least_expansion=2.2)
+    for expansion, count in ((1.2, 5), (8.0, 1)):
+        budget = Budget(111 * MB, 1000 * MB, expansion=expansion)
+        assert choose_ranges(halves, board, 1, {}, budget) == ((0, 0, count),)
 
 
 def lease_of(swarm: Swarm, peer: str = "a", megabytes: int = 160) -> Granted:

@@ -27,6 +27,8 @@ ABSURD: list[dict[str, Any]] = [
     {"disk": 1 << 80},
     {"rate": -1.0},
     {"expansion": -2.0},
+    {"expansion": 0.5},
+    {"expansion": 17.0},
     {"held": [[0, 0, 10**12]]},
     {"held": [[-1, 0, 1]]},
     {"held": [[0, 0, 8]] * 5000},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 from helpers_plan import WIDTHS, needs, offer
 from hypothesis import given
@@ -48,16 +49,23 @@ def test_nothing_that_a_peer_says_can_break_a_plan(
     assert planned.forecast is not None and math.isfinite(planned.forecast.score)
 
 
-def test_floats_on_a_cpu_are_counted_as_such() -> None:
-    """torch keeps a file's bytes on a GPU only; a cap would not hold that counted them on a CPU too."""
-
-    def needed(engine: str, device: str) -> int:
-        report = Report(Offer(memory=1 << 40, disk=1 << 40, engine=engine, device=device))
-        return memory_needed(needs(), WIDTHS, reported(PEER, report, needs()).offer, 0, 4)
+def test_memory_is_counted_by_what_a_peer_says_of_its_engine() -> None:
+    def needed(offer: Offer) -> int:
+        return memory_needed(needs(), WIDTHS, reported(PEER, Report(offer), needs()).offer, 0, 4)
 
     weights = needs().file_bytes(0, 4)
-    assert needed("torch", "cpu") - needed("torch", "cuda") == pytest.approx(6 * weights, abs=2)
-    assert needed("onnx", "cpu") <= needed("torch", "cuda:1") == needed("torch", "cuda")
+    assert needed(offered(expansion=8.0)) - needed(offered(expansion=1.2)) == pytest.approx(
+        6.8 * weights, abs=2
+    )
+    assert needed(offered()) == needed(offered(expansion=2.0)), "of one that says nothing"
+
+
+@pytest.mark.parametrize("expansion", ["0.9", "16.1", "-1", "1e300", "null", '"2"'])
+def test_factors_that_no_engine_has_are_refused_with_the_reason(expansion: str) -> None:
+    said = f'{{"offer": {{"memory": 1, "disk": 1, "engine": "onnx", "expansion": {expansion}}}}}'
+    with pytest.raises(msgspec.ValidationError, match=r"offer\.expansion"):
+        msgspec.json.decode(said, type=Report)
+    assert msgspec.json.decode(said.replace(expansion, "16"), type=Report).offer.expansion == 16.0
 
 
 def test_only_addresses_that_lead_to_the_peer_are_given_to_others() -> None:

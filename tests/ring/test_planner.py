@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import replace
 
 import pytest
 from helpers_plan import MB, WIDTHS, needs, offer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvasir_peer.engines.footprint import Floats
 from kvasir_peer.errors import PlanError
-from kvasir_peer.ring.offers import Ground, Links, LinkTime, Planned, StageOffer, Wishes, memory_needed
+from kvasir_peer.ring.offers import (
+    Ground,
+    Links,
+    LinkTime,
+    ModelNeeds,
+    Planned,
+    StageOffer,
+    Wishes,
+    memory_needed,
+)
 from kvasir_peer.ring.planner import describe, plan_ring
 from kvasir_peer.serving.widths import Widths
 
@@ -54,6 +65,31 @@ def test_memory_binds_before_speed_does() -> None:
     assert memory_needed(needs(), WIDTHS, small, stage.first - 1, stage.end) > small.memory
     words = {p.peer: p.why for p in planned.places}
     assert "memory holds no more" in words["small"]
+
+
+def test_a_peer_whose_engine_keeps_weights_as_in_the_file_gets_more_layers_for_its_memory() -> None:
+    big = offer("big", rate=1e9)
+
+    def got(expansion: float) -> int:
+        return layers(make([big, offer("small", 1200, rate=50e9, expansion=expansion)], stages=2))["small"]
+
+    assert got(1.2) / got(2.0) == pytest.approx(2.0 / 1.2, abs=0.15)
+
+
+def test_floats_take_what_float32_takes_whatever_the_engine_makes_of_blocks() -> None:
+    halves = replace(needs(4), layer_floats=(Floats(50 * MB, 100 * MB),) * 4)
+    singles = replace(needs(4), layer_floats=(Floats(50 * MB, 50 * MB),) * 4)
+
+    def weights(model: ModelNeeds, expansion: float) -> float:
+        return model.loaded_bytes(1, 3, expansion) / MB
+
+    for expansion in (1.2, 8.0):
+        assert weights(halves, expansion) == pytest.approx(220)
+        assert weights(singles, expansion) == pytest.approx(110)
+    assert weights(needs(4), 1.2) == pytest.approx(120)
+    ends = replace(needs(4), head_floats=Floats(60 * MB, 120 * MB), tail_floats=Floats(1 * MB, 1 * MB))
+    assert weights(ends, 1.2) == pytest.approx(120)
+    assert ends.loaded_bytes(0, 4, 1.2) / MB == pytest.approx(1.2 * 259 + 1.1 * 121)
 
 
 def test_slow_links_make_fewer_and_fatter_stages() -> None:

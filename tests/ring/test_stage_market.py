@@ -10,7 +10,8 @@ from helpers_plan import WIDTHS, needs, offer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvasir_peer.ring.offers import Links, LinkTime, Wishes
+from kvasir_peer.engines.footprint import REFUSED_GROWTH
+from kvasir_peer.ring.offers import Links, LinkTime, Wishes, memory_needed
 from kvasir_peer.ring.plan import Plan
 from kvasir_peer.ring.stage_market import (
     SWAP_HOLDS,
@@ -66,6 +67,9 @@ class Peer:
     poll_since: float = -100.0
     dirty: bool = True
     fails_to_load: bool = False
+    expansion: float = 1.2  # as it says
+    takes: float = 1.2  # as it is
+    refused: list[tuple[int, int]] = field(default_factory=list)
     layer_seconds: float = 0.0  # what it measures when it has loaded something
     filled: tuple[tuple[int, int], int] | None = None  # (slice, generation) of what its KV cache holds
     generation: int = 0
@@ -181,8 +185,14 @@ class Swarm:
         if peer.loading is not None and self.now >= peer.loading[1]:
             part, _ = peer.loading
             peer.loading, peer.dirty = None, True
+            wide = offer(peer.name, peer.memory, expansion=peer.takes)
             if peer.fails_to_load:
+                peer.state, peer.reason = "broken", "a chunk is damaged"
+            elif memory_needed(self.state.needs, WIDTHS, wide, *part) > wide.memory:
                 peer.state, peer.reason = "broken", "out of memory"
+                if part not in peer.refused:
+                    peer.expansion *= REFUSED_GROWTH
+                peer.refused.append(part)
             else:
                 peer.loaded = part
                 peer.disk.add(part)
@@ -195,7 +205,7 @@ class Swarm:
                 Reported(
                     peer.name,
                     replace(
-                        offer(peer.name, peer.memory),
+                        offer(peer.name, peer.memory, expansion=peer.expansion),
                         loaded=peer.loaded,
                         on_disk=frozenset(peer.disk),
                         pass_base=peer.layer_seconds if peer.disk else 0.0,
@@ -650,6 +660,40 @@ def test_a_peer_that_fails_to_load_twice_gets_no_place_for_a_while() -> None:
     swarm.add("c")
     swarm.run(25.0)
     assert {p for p, _, _ in swarm.places()} == {"a", "c"}
+
+
+def test_a_peer_whose_engine_takes_more_than_it_said_gets_fewer_layers_in_the_next_plan() -> None:
+    swarm = Swarm(2)
+    swarm.add("a", memory=3000)
+    swarm.add("hopeful", memory=1100, takes=1.45, layer_seconds=1e-4)
+    swarm.run(30.0)
+    refused = [end - first for first, end in swarm.peers["hopeful"].refused]
+    places = {peer: end - first for peer, first, end in swarm.places()}
+    assert 1 <= len(refused) <= 2, "a tenth more each time"
+    assert 0 < places["hopeful"] < refused[-1] <= refused[0]
+    assert places["a"] + places["hopeful"] == 24
+
+
+def test_what_an_engine_cannot_hold_goes_to_a_peer_that_can() -> None:
+    swarm = Swarm(2)
+    swarm.add("a", memory=3000)
+    swarm.add("hopeful", memory=1100, takes=1.45)
+    swarm.run(1.0)
+    swarm.add("spare", memory=1300)
+    swarm.run(9.0)
+    assert len(swarm.peers["hopeful"].refused) == 1
+    assert {p for p, _, _ in swarm.places()} == {"a", "spare"}
+
+
+def test_a_ring_that_does_not_fit_is_not_tried_for_ever_but_said() -> None:
+    swarm = Swarm(2)
+    swarm.add("a", memory=1250, takes=1.9)
+    swarm.add("b", memory=1250, takes=1.9)
+    swarm.run(120.0)
+    assert swarm.serving is None and "does not hold 1.4 GB of weights" in swarm.state.missing
+    tried = sum(len(peer.refused) for peer in swarm.peers.values())
+    swarm.run(120.0)
+    assert 1 <= tried == sum(len(peer.refused) for peer in swarm.peers.values())
 
 
 def test_a_download_that_stands_still_is_given_to_somebody_else() -> None:

@@ -14,10 +14,10 @@ from helpers_epochs import BRIDGE, Member, Net, plan_of
 
 from kvasir_peer import identity
 from kvasir_peer.agent.membership import Membership
-from kvasir_peer.errors import WireError
+from kvasir_peer.errors import ResourceError, WireError
 from kvasir_peer.net.memory import memory_link_pair
 from kvasir_peer.ring.stage import StageEpoch
-from kvasir_peer.ring.stage_peer import StagePeer
+from kvasir_peer.ring.stage_peer import StagePeer, _Prepared
 from kvasir_peer.ring.volunteering import Orders
 from kvasir_peer.serving.widths import Widths
 from kvasir_peer.wire import ring
@@ -92,6 +92,26 @@ async def test_a_bridge_that_does_not_answer_is_a_problem_until_it_does(
     first, second, last = told
     assert first == second and first.startswith("problem: the bridge does not answer; trying again (")
     assert last == "ready: the bridge answers again"
+
+
+async def test_a_slice_that_its_engine_has_no_memory_for_makes_it_say_that_it_takes_more(
+    tmp_path: Path,
+) -> None:
+    async def refuse(order: object, progress: object) -> None:
+        raise ResourceError("layers 0 to 1 need more than is allowed")
+
+    peer, _ = stage(tmp_path, SimpleNamespace())
+    peer._engine, peer._store = SimpleNamespace(load_stage=refuse), SimpleNamespace(root=tmp_path)  # type: ignore[assignment]
+    peer._manifest_file = tmp_path / "manifest"
+    plan = plan_of([Member(), Member()], [0, 4, 8], WIDTHS)
+    said = [peer._expansion]
+    for end in (4, 4, 3, *[4, 3] * 12):
+        part = _Prepared(plan.model, 0, end, plan.widths, plan.dtype)
+        with pytest.raises(ResourceError):
+            await peer._load(plan, part, "layers")
+        said.append(peer._expansion)
+    assert said[:4] == pytest.approx([2.0, 2.2, 2.2, 2.42]), "once for each slice, not for each try"
+    assert said[-1] == 16.0, "what is said is never refused as absurd"
 
 
 async def test_an_order_that_comes_before_an_epoch_has_begun_ends_it_all_the_same(tmp_path: Path) -> None:
