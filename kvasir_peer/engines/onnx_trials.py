@@ -20,23 +20,7 @@ from kvasir_peer.engines.onnx_linear import Matrix, forward_node
 from kvasir_peer.engines.onnx_parts import Heads
 from kvasir_peer.engines.onnx_row_attention import RowAttentions
 from kvasir_peer.engines.rope import RopeTable, rotate
-
-# Where blocks have their float16 scales.
-_HALVES: dict[str, tuple[int, ...]] = {
-    "Q4_0": (0,),
-    "Q4_1": (0, 2),
-    "Q5_0": (0,),
-    "Q5_1": (0, 2),
-    "Q8_0": (0,),
-    "Q2_K": (80, 82),
-    "Q3_K": (108,),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-    "IQ4_NL": (0,),
-    "IQ4_XS": (0,),
-    "MXFP4": (),
-}
+from kvasir_peer.models.split_experts import FLOAT16_SCALES
 
 
 def try_product(runtime: Runtime, bits: int, block: int, level: int) -> tuple[F32, F32]:
@@ -243,7 +227,7 @@ def _random_blocks(
     blocks: NDArray[np.uint8] = rng.integers(
         0, 256, (rows * columns // t.block, t.block_bytes), dtype=np.uint8
     )
-    for at in _HALVES[t.name]:
+    for at in FLOAT16_SCALES.get(t.name, ()):
         half = (rng.random(len(blocks)) * 0.02 + 0.01).astype(np.float16)
         blocks[:, at : at + 2] = half.view(np.uint8).reshape(-1, 2)
     if t.name == "MXFP4":
