@@ -1,4 +1,4 @@
-"""How much memory an engine makes of weights, for whoever plans without it; no engine is imported to say so.
+"""How much memory an engine makes of weights, for whoever plans without it.
 
 Factors are bytes of memory for each byte of block-quantised weights in a file, with the tenth that an engine keeps in
 reserve before it loads (:data:`RESERVE`): what is planned to the brim should not be refused then.

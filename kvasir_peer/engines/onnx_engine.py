@@ -26,7 +26,7 @@ from kvasir_peer.engines.onnx_containers import Kernels, container, packed_bytes
 from kvasir_peer.engines.onnx_graph import CONTAINER_HEAP_BYTES, HEAP_BYTES, SESSION_BYTES
 from kvasir_peer.engines.onnx_parts import PER_HEAD_SUFFIXES, heads_of
 from kvasir_peer.engines.onnx_probe import probe, usable_kernels
-from kvasir_peer.engines.onnx_row_attention import cache_floats
+from kvasir_peer.engines.onnx_row_attention import cache_floats, scores_bytes
 from kvasir_peer.engines.onnx_stack import OnnxStack
 
 if TYPE_CHECKING:
@@ -249,16 +249,20 @@ def _workspace(
     # The hidden state as it comes and goes; at the head what embeds it.
     states = (4 if spec.first == 0 else 2) * embd
     wanted = min(spec.n_slots, spec.max_rows)  # rows whose logits are asked for, at most
-    logits = 4 * wanted * shape.n_vocab if tail else 0
+    once = 4 * wanted * shape.n_vocab if tail else 0  # logits
+    if kernels.panels is not None:
+        once += max(
+            scores_bytes(heads_of(layer, tensors), spec.max_rows, spec.context_length) for layer in layers
+        )
     each = 4 * (states + crossing) + within
     if whole:
-        return int(spec.max_rows * each + logits)
+        return int(spec.max_rows * each + once)
     # After the last attention there are other buffers, at the tail for few rows.
     routed = 2 * embd if any(layer.moe is not None for layer in layers) else 0
     last = 4 * (2 * embd + heads_of(layers[-1], tensors).attended + routed)
     if len(layers) > 1:
         each += 4 * routed
-    return int(spec.max_rows * each + (wanted if tail else spec.max_rows) * last + logits)
+    return int(spec.max_rows * each + (wanted if tail else spec.max_rows) * last + once)
 
 
 def _say_what_is_dequantised(infos: list[TensorInfo], precision: Precision, kernels: Kernels) -> None:

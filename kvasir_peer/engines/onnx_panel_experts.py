@@ -149,6 +149,7 @@ class PanelExperts(Experts):
             bound = self._bound[ids.shape] = self._bind(*ids.shape)
             if len(self._bound) > KEPT_WIDTHS:
                 self._bound.popitem(last=False)
+        self._bound.move_to_end(ids.shape)
         np.take(self._place, ids, out=bound.places)
         np.copyto(bound.mix, weights)
         np.copyto(bound.x, x)

@@ -24,6 +24,9 @@ F32 = NDArray[np.float32]
 
 # Positions of a block of keys, and floats of a vector of values.
 _BLOCK = 16
+# As in kernels/attention.c: queries that are computed together, most shares of a pass, least of them, and floats of all
+# shares' scores.
+_QUERIES, _MOST_SHARES, _LEAST_SHARES, _SCORES = 8, 64, 8, 1 << 20
 # Numbers of rows whose bindings are kept; each costs a few kilobytes per layer.
 _KEPT_WIDTHS = 32
 
@@ -33,6 +36,13 @@ def cache_floats(heads: Heads, context: int) -> tuple[int, int]:
     padded = -(-context // _BLOCK) * _BLOCK * heads.n_head_kv
     values = 0 if heads.latent else -(-heads.value // _BLOCK) * _BLOCK
     return padded * heads.key, padded * values
+
+
+def scores_bytes(heads: Heads, rows: int, context: int) -> int:
+    """Return the most bytes that scores take while a layer attends."""
+    pieces = heads.n_head_kv * -(-rows * heads.n_head // heads.n_head_kv // _QUERIES)
+    shares = min(pieces, _MOST_SHARES, max(_LEAST_SHARES, _SCORES // (_QUERIES * context)))
+    return 4 * _QUERIES * context * shares
 
 
 @dataclass(eq=False)

@@ -64,11 +64,13 @@ def room(n_bytes: int) -> U8:
     if n_bytes < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return np.empty(n_bytes, np.uint8)
     memory = mmap.mmap(-1, n_bytes + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a system without large pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
     everything = np.frombuffer(memory, np.uint8)
     begin = -everything.ctypes.data % _LARGE_PAGE
-    # What lies before and behind is never touched, so it takes nothing.
+    filled = n_bytes // _LARGE_PAGE * _LARGE_PAGE
+    with suppress(OSError):  # a system without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE, begin, filled)
+        # A large page that is not full would be taken whole.
+        memory.madvise(mmap.MADV_NOHUGEPAGE, begin + filled)
     return everything[begin : begin + n_bytes]
 
 

@@ -511,8 +511,9 @@ class StagePeer:
         try:
             answer = await self._engine.load_stage(order, progress)
         except ResourceError:
-            # The bridge has planned by it, and plans again by this; the same slice once more says nothing new.
-            if self._refused != wanted:
+            # The bridge has planned by it, and plans again by this. Somebody who stands by tries the same slice again
+            # and again, which says nothing new.
+            if self._plan is not None or self._refused != wanted:
                 self._refused = wanted
                 self._expansion = min(MAX_EXPANSION, self._expansion * REFUSED_GROWTH)
             raise

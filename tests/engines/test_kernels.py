@@ -1,6 +1,8 @@
 """The C kernels: what they compute, for every quant type, against numpy."""
 
 import math
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -449,6 +451,20 @@ def test_packing_refuses_what_does_not_fit(kernels: Library) -> None:
     ):
         with pytest.raises(error, match=match):
             panels.pack(*arguments)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+@pytest.mark.parametrize("n_bytes", [(4 << 20) + 400_000, (6 << 20) + 4096, 17_000_001])
+def test_memory_in_large_pages_takes_what_is_in_it(n_bytes: int) -> None:
+    def anonymous() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+    before, kept = anonymous(), []
+    for _ in range(8):
+        kept.append(panels.room(n_bytes))
+        kept[-1][:] = 1
+    assert anonymous() - before == pytest.approx(8 * n_bytes, rel=0.03)
 
 
 def test_no_rows_are_no_panels(kernels: Library) -> None:

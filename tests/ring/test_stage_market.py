@@ -190,8 +190,7 @@ class Swarm:
                 peer.state, peer.reason = "broken", "a chunk is damaged"
             elif memory_needed(self.state.needs, WIDTHS, wide, *part) > wide.memory:
                 peer.state, peer.reason = "broken", "out of memory"
-                if part not in peer.refused:
-                    peer.expansion *= REFUSED_GROWTH
+                peer.expansion *= REFUSED_GROWTH
                 peer.refused.append(part)
             else:
                 peer.loaded = part
@@ -672,6 +671,17 @@ def test_a_peer_whose_engine_takes_more_than_it_said_gets_fewer_layers_in_the_ne
     assert 1 <= len(refused) <= 2, "a tenth more each time"
     assert 0 < places["hopeful"] < refused[-1] <= refused[0]
     assert places["a"] + places["hopeful"] == 24
+
+
+def test_a_peer_says_more_until_its_engine_holds_what_it_gets_although_it_had_room_to_spare() -> None:
+    """By what it says the slice fits with room to spare, so that saying a tenth more once changes nothing."""
+    swarm = Swarm(2)
+    swarm.add("a", memory=3000)
+    swarm.add("hopeful", memory=1400, takes=1.9)
+    swarm.run(120.0)
+    assert swarm.serving is not None
+    assert 2 <= len(swarm.peers["hopeful"].refused) <= 6
+    assert sum(end - first for _, first, end in swarm.places()) == 24
 
 
 def test_what_an_engine_cannot_hold_goes_to_a_peer_that_can() -> None:

@@ -100,18 +100,28 @@ async def test_a_slice_that_its_engine_has_no_memory_for_makes_it_say_that_it_ta
     async def refuse(order: object, progress: object) -> None:
         raise ResourceError("layers 0 to 1 need more than is allowed")
 
-    peer, _ = stage(tmp_path, SimpleNamespace())
+    members = [Member(), Member()]
+    peer, _ = stage(tmp_path, SimpleNamespace(peer_id=members[0].peer))
     peer._engine, peer._store = SimpleNamespace(load_stage=refuse), SimpleNamespace(root=tmp_path)  # type: ignore[assignment]
     peer._manifest_file = tmp_path / "manifest"
-    plan = plan_of([Member(), Member()], [0, 4, 8], WIDTHS)
+    plan = plan_of(members, [0, 4, 8], WIDTHS)
     said = [peer._expansion]
     for end in (4, 4, 3, *[4, 3] * 12):
         part = _Prepared(plan.model, 0, end, plan.widths, plan.dtype)
         with pytest.raises(ResourceError):
             await peer._load(plan, part, "layers")
         said.append(peer._expansion)
-    assert said[:4] == pytest.approx([2.0, 2.2, 2.2, 2.42]), "once for each slice, not for each try"
+    assert said[:4] == pytest.approx([2.0, 2.2, 2.2, 2.42]), (
+        "standing by: once for each slice, not for each try"
+    )
     assert said[-1] == 16.0, "what is said is never refused as absurd"
+    # With a place in a plan each refusal counts: by what it says the same slice may still seem to fit.
+    peer._plan, peer._expansion = plan, 2.0
+    part = _Prepared(plan.model, 0, 4, plan.widths, plan.dtype)
+    for expected in (2.2, 2.42):
+        with pytest.raises(ResourceError):
+            await peer._load(plan, part, "layers")
+        assert peer._expansion == pytest.approx(expected)
 
 
 async def test_an_order_that_comes_before_an_epoch_has_begun_ends_it_all_the_same(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@
 #define STORE_ALONE 8
 /* Multiplications of a share: some 2 us, and ten times that where the cache has to come from memory. */
 #define SHARE_WORK (1 << 15)
-#define MOST_SHARES 256
+#define MOST_SHARES 64
 /* Floats of all shares' scores together, but enough shares for some threads. */
-#define SCORES ((size_t)8 << 20)
+#define SCORES ((size_t)1 << 20)
 #define LEAST_SHARES 8
 
 /* Rows of one slot within one block of positions. */

@@ -5,7 +5,7 @@
 #include "onnx_abi.h"
 #include "work.h"
 
-/* No matrix is so long or wide, nor are there so many experts; sizes of any within fit a size_t. */
+/* No matrix is so long or wide, nor are there so many experts. */
 #define MOST (1 << 22)
 
 extern const struct operator_v20 LINEAR, EMBEDDING, FEED_FORWARD, ATTENTION;

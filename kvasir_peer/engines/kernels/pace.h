@@ -36,7 +36,7 @@ static inline void note_pace(struct pace *p, bool alone, size_t bytes, double se
     if (bytes == 0 || bytes > ALONE_BYTES)
         return;
     double *mean = &p->seconds[alone], found = seconds / (double)bytes;
-    if (p->calls <= FIRST_CALLS) {
+    if (*mean == 0.0 || p->calls <= FIRST_CALLS) {
         if (*mean == 0.0 || found < *mean)
             *mean = found;
     } else
