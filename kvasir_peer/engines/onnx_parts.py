@@ -196,14 +196,16 @@ class Parts:
         graph = Graph()
         return Part(graph), Linears(graph, self._precision, self._kernels, laid=self._laid)
 
-    def embedding(self) -> Graph | None:
-        """From ``tokens``, int32 [n, 1], to ``hidden``, or None where the type of their matrix is not kept as panels.
+    def embeds(self) -> bool:
+        """Whether the matrix of tokens is kept as panels, for a graph to look tokens up in."""
+        info = self._source.tensors["token_embd.weight"]
+        return container(info.type, self._precision, self._kernels) == "panels"
+
+    def embedding(self) -> Graph:
+        """From ``tokens``, int32 [n, 1], to ``hidden``, where :meth:`embeds`.
 
         Where output and embedding are one matrix, it is held once.
         """
-        info = self._source.tensors["token_embd.weight"]
-        if container(info.type, self._precision, self._kernels) != "panels":
-            return None
         part, linears = self._part()
         part.graph.output(self._embed(part.graph, linears), "hidden", ["n", self._shape.n_embd])
         return part.graph

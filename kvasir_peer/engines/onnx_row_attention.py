@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvasir_peer.engines.architectures import AttentionShape
+from kvasir_peer.engines.architectures import AttentionShape, RopeShape
 from kvasir_peer.engines.base import Rows
 from kvasir_peer.engines.onnx_graph import Bound, Graph, Runtime, Session
 from kvasir_peer.engines.onnx_parts import Heads
@@ -56,14 +56,6 @@ class _Layer:
     sinks: F32 | None
 
 
-@dataclass(eq=False)
-class Rotations:
-    """Cosines and sines of one position embedding for a whole context."""
-
-    cos: F32
-    sin: F32
-
-
 class RowAttentions:
     """The attention of each layer of a stack, and its cache.
 
@@ -81,7 +73,7 @@ class RowAttentions:
         self._context = -(-context // _BLOCK) * _BLOCK
         self._runtime = runtime
         self._layers: list[_Layer] = []
-        self._rotations: dict[object, Rotations] = {}
+        self._rotations: dict[RopeShape, tuple[F32, F32]] = {}
         self._sessions: dict[tuple[AttentionShape, Heads, bool], Session] = {}
         self._buffers: dict[str, F32] = {}
         self._bound: OrderedDict[int, list[Bound]] = OrderedDict()
@@ -91,12 +83,9 @@ class RowAttentions:
 
     def add(self, shape: AttentionShape, heads: Heads, table: RopeTable, sinks: F32 | None) -> None:
         """Add the next layer."""
-        found = self._rotations.get(shape.rope)
-        if found is None:
-            cos, sin = table(np.arange(self._context, dtype=np.int32))
-            found = self._rotations[shape.rope] = Rotations(
-                np.ascontiguousarray(cos), np.ascontiguousarray(sin)
-            )
+        if shape.rope not in self._rotations:
+            tables = table(np.arange(self._context, dtype=np.int32))
+            self._rotations[shape.rope] = (np.ascontiguousarray(tables[0]), np.ascontiguousarray(tables[1]))
         keys, values = cache_floats(heads, self._context)
         self._layers.append(
             _Layer(
@@ -104,8 +93,7 @@ class RowAttentions:
                 heads,
                 np.zeros(self._n_slots * keys, np.float32),
                 np.zeros(self._n_slots * values, np.float32),
-                found.cos,
-                found.sin,
+                *self._rotations[shape.rope],
                 sinks,
             )
         )

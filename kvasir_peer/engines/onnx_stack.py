@@ -139,14 +139,12 @@ class OnnxStack(LayerStack):
         maker = Parts(shape, source, spec.precision, kernels, progress)
         self._embedding: NDArray[Any] | None = None
         self._look_up: Session | None = None
-        if self._head:
-            graph = maker.embedding()
-            if graph is not None:
-                self._look_up = graph.session(self._runtime)
-            else:
-                info = source.tensors["token_embd.weight"]
-                self._embedding = np.array(source.read("token_embd.weight")).reshape(info.shape[0], -1)
-                self._embedding_type = info.type
+        embeds = self._head and maker.embeds()
+        if self._head and not embeds:
+            info = source.tensors["token_embd.weight"]
+            self._embedding = np.array(source.read("token_embd.weight")).reshape(info.shape[0], -1)
+            self._embedding_type = info.type
+            progress("token_embd.weight")
         factors = maker.vector("rope_freqs.weight") if shape.has("rope_freqs.weight") else None
         sizes = (spec.n_slots, spec.context_length, spec.max_rows, self._runtime)
         self._attentions: Attentions | RowAttentions
@@ -168,11 +166,13 @@ class OnnxStack(LayerStack):
                 self._attentions,
                 self._bank,
                 self._runtime,
-                embeds=self._look_up is not None,
+                embeds=embeds,
             )
         self._parts: list[_LoadedPart] = []
         if self._whole is not None and self._bank is None:
             return  # nobody will ever ask for the parts
+        if embeds:
+            self._look_up = maker.embedding().session(self._runtime)
         self._take(maker.entry(layers[0]))
         for layer, following in zip(layers, (*layers[1:], None), strict=True):
             for part in maker.between(layer, following, self._tail):

@@ -305,6 +305,17 @@ def test_loading_reports_its_progress(reference: Get, kind: Kind) -> None:
     assert seen[-1] == (total, total)
 
 
+@both
+def test_loading_a_whole_model_reports_all_of_it(reference: Get, kind: Kind) -> None:
+    """The embedding too, which is a matrix of its own where the output is another one."""
+    with GgufSource(reference("qwen3").path) as source:
+        seen: list[tuple[int, int]] = []
+        spec = StackSpec(0, 3, 1, 64, 16, threads=1)
+        create_stack(kind.engine, source, spec, progress=lambda done, total: seen.append((done, total)))
+        total = sum(info.n_bytes for info in source.tensors.values())
+    assert seen[-1] == (total, total)
+
+
 class Slice:
     """Some tensors of a source, as a stage's store has them."""
 
